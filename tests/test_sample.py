@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eventbus.columns import LogProbs, LossMask, Tokens
+from eventbus.sample import Sample, SampleStatus, WeightSpan
+
+
+def test_packs_its_columns() -> None:
+    sample = Sample(tokens=[1, 2], loss_mask=[1], rollout_log_probs=[-0.5], teacher_log_probs=np.array([-1.0]))  # type: ignore[arg-type]
+    assert [type(column) for column in (sample.tokens, sample.loss_mask)] == [Tokens, LossMask]
+    assert type(sample.rollout_log_probs) is type(sample.teacher_log_probs) is LogProbs
+
+
+def test_refuses_a_column_of_no_numbers() -> None:
+    with pytest.raises(TypeError):
+        Sample(tokens=["1"])  # type: ignore[arg-type]
+
+
+def test_prompt_length_is_what_the_response_leaves() -> None:
+    assert Sample(tokens=Tokens(range(5)), response_length=2).prompt_length == 3
+
+
+def test_loss_tokens_count_the_mask() -> None:
+    sample = Sample(response_length=3)
+    assert sample.loss_tokens == 3
+    sample.loss_mask = LossMask([1, 0, 1])
+    assert sample.loss_tokens == 2
+    sample.remove_sample = True
+    assert sample.loss_tokens == 0
+
+
+def test_status_is_its_value() -> None:
+    assert Sample.Status is SampleStatus
+    assert str(SampleStatus.ABORTED) == "aborted"
+
+
+def _full() -> Sample:
+    return Sample(
+        group_index=1,
+        index=8,
+        prompt=[{"role": "user", "content": "2+2="}],
+        tokens=Tokens([1, 2, 3]),
+        response_length=2,
+        label={"answers": [4]},
+        reward={"score": [1.0]},
+        loss_mask=LossMask([1, 1]),
+        rollout_log_probs=LogProbs([-0.5, -0.25]),
+        teacher_log_probs=LogProbs([-1.0, -1.0]),
+        weight_versions=[WeightSpan("1", 0, 2)],
+        metadata={"turns": [{"tool": "sql"}], "seen": {1}, "pair": ([1], 2)},
+        train_metadata={"a": [1]},
+        multimodal_inputs={"images": [1]},
+        multimodal_train_inputs={"pixels": [1]},
+        spec_info={"steps": [1]},
+        prefix_cache_info=[1],
+    )
+
+
+def test_a_copy_is_equal() -> None:
+    assert _full().copy() == _full()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.tokens.append(9),
+        lambda s: s.loss_mask.append(0),
+        lambda s: s.rollout_log_probs.append(0.0),
+        lambda s: s.teacher_log_probs.append(0.0),
+        lambda s: s.prompt[0].update(role="system"),
+        lambda s: s.label["answers"].append(5),
+        lambda s: s.reward["score"].append(0.0),
+        lambda s: s.weight_versions.clear(),
+        lambda s: s.metadata["turns"][0].update(tool="python"),
+        lambda s: s.metadata["seen"].add(2),
+        lambda s: s.metadata["pair"][0].append(2),
+        lambda s: s.train_metadata["a"].append(2),
+        lambda s: s.multimodal_inputs["images"].append(2),
+        lambda s: s.multimodal_train_inputs["pixels"].append(2),
+        lambda s: s.spec_info["steps"].append(2),
+        lambda s: s.prefix_cache_info.append(2),
+    ],
+)
+def test_a_change_to_a_copy_stays_there(change: Any) -> None:
+    sample = _full()
+    change(sample.copy())
+    assert sample == _full()
+
+
+def test_a_copy_keeps_kinds_of_containers() -> None:
+    counts: defaultdict[str, list[int]] = defaultdict(list, a=[1])
+    sample = Sample(metadata={"counts": counts, "words": Counter("aab"), "mask": LossMask([1])})
+    twin = sample.copy()
+    twin.metadata["counts"]["a"].append(2)
+    twin.metadata["words"]["a"] += 1
+    twin.metadata["mask"].append(0)
+    assert sample.metadata == {"counts": {"a": [1]}, "words": {"a": 2, "b": 1}, "mask": [1]}
+    assert twin.metadata["counts"]["new"] == []
+
+
+def test_a_copy_shares_arrays() -> None:
+    pixels = np.zeros(3)
+    sample = Sample(multimodal_train_inputs={"pixels": pixels})
+    twin = sample.copy().multimodal_train_inputs
+    assert twin is not None
+    assert twin["pixels"] is pixels
