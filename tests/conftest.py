@@ -1,0 +1,35 @@
+"""Shared by all tests: both backends, virtual time, and what is skipped where."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from eventbus.testing import virtual_time
+
+# `anyio_backend` is made anew for each test, not for each example: the examples of a test share its backend, which is
+# meant. A busy machine makes no test wrong.
+_TOLERANT = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+settings.register_profile("default", deadline=None, suppress_health_check=_TOLERANT)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """Both backends; a test marked `virtual_time` gets a virtual clock on each."""
+    name: str = request.param
+    if request.node.get_closest_marker("virtual_time") is None:
+        return name, {}
+    return name, virtual_time(name)["backend_options"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if shutil.which("nvidia-smi") is None:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: nvidia-smi is not here"))
