@@ -1,0 +1,226 @@
+"""Who runs the stages: a queue of jobs and a pool of workers that grows only as far as jobs wait.
+
+What it keeps true:
+
+- A job is run once, by one worker, in the order in which it was put.
+- While there are jobs, one worker is awake and looking, never more: a put wakes one parked worker or starts one, and a
+  worker that takes a job while others wait wakes the next. So the pool has as many workers as jobs are suspended at the
+  same time, plus one, and a put costs the same at 8 workers and at 4,096. (Workers parked on one shared stream would
+  all be woken by each item.)
+- Each job runs in a copy of the context that is its own: what a stage sets there reaches no other job.
+- Nobody holds the event loop longer than `SLICE` between two stages: whoever has used it up waits for its turn, and one
+  worker gets its turn per pass of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Coroutine, Generator
+from contextvars import Context
+from time import perf_counter
+from types import coroutine
+from typing import Any, Final, Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
+
+from eventbus.context import RolloutContext
+
+__all__ = ["SLICE", "Job", "TimeSlice", "WorkerDied", "WorkerPool"]
+
+SLICE: Final = 0.001
+"""Seconds of work between two passes of the event loop."""
+
+
+class Job(Protocol):
+    """What a worker runs. `scope` is set while it runs: cancelling it ends the job and its worker."""
+
+    scope: anyio.CancelScope | None
+    context: RolloutContext
+
+    async def run(self) -> None: ...
+
+    def died(self, error: BaseException) -> None:
+        """The job ended by something that is no error of a stage: say so to whoever waits for it."""
+
+
+class WorkerDied(RuntimeError):
+    """A worker was ended from outside while it worked for a sample."""
+
+
+class TimeSlice:
+    """The share of the loop that all workers have together, and what runs in it now."""
+
+    __slots__ = ("_length", "_queue", "_taken", "end", "running", "started", "stopped")
+
+    def __init__(self) -> None:
+        self._length = math.inf if _virtual_time() else SLICE
+        self.end = 0.0
+        """`perf_counter()` at which the slice is used up."""
+        self.running: Job | None = None
+        """Whose code holds the loop now; read by the watchdog's thread."""
+        self.started = 0.0
+        self.stopped = 0.0
+        self._taken = False
+        self._queue: deque[anyio.Event] = deque()
+
+    async def turn(self) -> None:
+        """Let the loop run what else is due, then begin a new slice. Callers get their turn one by one."""
+        if self._taken:
+            mine = anyio.Event()
+            self._queue.append(mine)
+            try:
+                await mine.wait()
+            except BaseException:
+                if mine.is_set():
+                    self._pass_on()
+                else:
+                    self._queue.remove(mine)
+                raise
+        self._taken = True
+        try:
+            await checkpoint()
+        finally:
+            self._pass_on()
+        self.end = perf_counter() + self._length
+
+    def _pass_on(self) -> None:
+        if self._queue:
+            self._queue.popleft().set()
+        else:
+            self._taken = False
+
+    @coroutine
+    def isolated(self, context: Context, job: Job, task: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Run `task` step by step inside `context`, noting for the watchdog what runs and since when."""
+        run, send, throw = context.run, task.send, task.throw
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            now = perf_counter()
+            if now - self.stopped > SLICE / 5:  # others had the loop in between
+                self.end = now + self._length
+            self.started = now
+            self.running = job
+            try:
+                if error is None:
+                    yielded = run(send, value)
+                else:
+                    yielded, error = run(throw, error), None
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                self.running = None
+                self.stopped = perf_counter()
+            try:
+                value = yield yielded
+            except BaseException as thrown:  # a cancellation or an injected error: the task's own to handle
+                error = thrown
+
+
+class WorkerPool:
+    """Runs jobs in `task_group`, whose cancellation ends all workers."""
+
+    def __init__(self, task_group: TaskGroup) -> None:
+        self._task_group = task_group
+        self._jobs: deque[Job] = deque()
+        self._parked: list[_Parking] = []
+        self._awake = 0  # workers that are on their way to look for a job
+        self.workers = 0
+        self.slice = TimeSlice()
+
+    def put(self, job: Job) -> None:
+        self._jobs.append(job)
+        if not self._awake:
+            self._call()
+
+    def _call(self) -> None:
+        self._awake += 1
+        if self._parked:
+            parking = self._parked.pop()
+            parking.woken = True
+            parking.event.set()
+        else:
+            self.workers += 1
+            self._task_group.start_soon(self._work, name="rolloutbus worker")
+
+    async def turn(self) -> None:
+        """As `TimeSlice.turn`; meanwhile this worker counts as one that is awake."""
+        self._awake += 1
+        try:
+            await self.slice.turn()
+        finally:
+            self._awake -= 1
+
+    async def _work(self) -> None:
+        jobs, time_slice = self._jobs, self.slice
+        looking = True  # counted in _awake
+        scope = anyio.CancelScope()
+        try:
+            with scope:
+                while not scope.cancel_called:
+                    if not jobs:
+                        if looking:
+                            self._awake -= 1
+                            looking = False
+                        looking = await self._park()
+                        continue
+                    job = jobs.popleft()
+                    if looking:
+                        self._awake -= 1
+                        looking = False
+                    if jobs and not self._awake:
+                        self._call()
+                    job.scope = scope
+                    try:
+                        await job.run()
+                    except BaseException as error:
+                        job.died(error)
+                        raise
+                    finally:
+                        job.scope = None
+                    if perf_counter() > time_slice.end:
+                        await self.turn()
+        finally:
+            self.workers -= 1
+            if looking:
+                self._awake -= 1
+            if scope.cancel_called and jobs and not self._awake:
+                self._call()
+
+    async def _park(self) -> bool:
+        """Wait until called. Whether this worker counts as awake afterwards."""
+        parking = _Parking()
+        self._parked.append(parking)
+        try:
+            await parking.event.wait()
+        except BaseException:
+            if parking.woken:
+                self._awake -= 1
+            else:
+                self._parked.remove(parking)
+            raise
+        return True
+
+
+class _Parking:
+    __slots__ = ("event", "woken")
+
+    def __init__(self) -> None:
+        self.event = anyio.Event()
+        self.woken = False
+
+
+def _virtual_time() -> bool:
+    """Whether the loop's clock is a test's. Then order must not depend on how fast this machine is."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # trio
+        import trio
+
+        return type(trio.lowlevel.current_clock()).__name__ == "MockClock"
+    return abs(loop.time() - time.monotonic()) > 1
