@@ -1,0 +1,125 @@
+"""Who watches the stream: events are built only when somebody asked for their kind.
+
+An observer is an object with `kinds` (a collection of event kinds) and `observe(event)`, called on the event loop in
+the order of `seq`; it must not block. If it is a context manager, sync or async, the pipeline enters and exits it.
+An error that it raises ends every rollout under way: a recorder that cannot write is no detail.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Protocol, Self
+
+import anyio
+
+from eventbus.events import EVENT_KINDS, Event
+
+__all__ = ["EventHub", "EventStream", "Observer"]
+
+
+class Observer(Protocol):
+    """Watches a pipeline: `Pipeline(observers=[...])`."""
+
+    @property
+    def kinds(self) -> Collection[str]: ...
+
+    def observe(self, event: Any, /) -> None: ...
+
+
+class EventHub:
+    """Numbers the events of a pipeline and hands each to those who asked for its kind."""
+
+    def __init__(self, observers: Iterable[Observer], failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._observers: list[Observer] = []
+        self._by_kind: dict[str, list[Observer]] = {}
+        self._seq = 0
+        for observer in observers:
+            self.add(observer)
+
+    def add(self, observer: Observer) -> None:
+        """:raises ValueError: it asks for a kind that does not exist."""
+        kinds = set(observer.kinds)
+        if unknown := sorted(kinds - set(EVENT_KINDS)):
+            raise ValueError(
+                f"{type(observer).__name__}: no event kind {unknown[0]!r}; there are {', '.join(EVENT_KINDS)}"
+            )
+        self._observers.append(observer)
+        for kind in kinds:
+            self._by_kind.setdefault(kind, []).append(observer)
+
+    def remove(self, observer: Observer) -> None:
+        self._observers.remove(observer)
+        for kind in set(observer.kinds):
+            self._by_kind[kind].remove(observer)
+            if not self._by_kind[kind]:
+                del self._by_kind[kind]
+
+    def wants(self, kind: str) -> bool:
+        """Whether building this kind of event is worth it."""
+        return kind in self._by_kind
+
+    def emit(self, kind: str, rollout_id: int, evaluation: bool, **fields: Any) -> None:
+        """Build the event and hand it out, if somebody asked for it."""
+        observers = self._by_kind.get(kind)
+        if observers is None:
+            return
+        event = EVENT_KINDS[kind](
+            seq=self._seq, time_ns=time.time_ns(), rollout_id=rollout_id, evaluation=evaluation, **fields
+        )
+        self._seq += 1
+        for observer in tuple(observers):
+            try:
+                observer.observe(event)
+            except Exception as error:
+                error.add_note(f"raised by the observer {type(observer).__name__} at event {event.seq} ({kind})")
+                self._failed(error)
+
+
+class EventStream:
+    """`pipeline.events(kinds)`: an async iterator over events from now on, until the pipeline ends.
+
+    It never holds the stream up: past `capacity` unread events new ones are skipped and counted in `missed`.
+    """
+
+    def __init__(self, hub: EventHub, kinds: Collection[str] | None, capacity: int) -> None:
+        self.kinds = frozenset(EVENT_KINDS if kinds is None else kinds)
+        self.missed = 0
+        self._hub = hub
+        self._capacity = capacity
+        self._events: deque[Event] = deque()
+        self._news: anyio.Event | None = None
+        self._open = True
+        hub.add(self)
+
+    def observe(self, event: Event) -> None:
+        if len(self._events) >= self._capacity:
+            self.missed += 1
+            return
+        self._events.append(event)
+        if self._news is not None:
+            self._news.set()
+
+    def close(self) -> None:
+        """End the iteration after what was read in. Called by the pipeline; calling it twice does nothing."""
+        if self._open:
+            self._open = False
+            self._hub.remove(self)
+            if self._news is not None:
+                self._news.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if not self._open:
+                raise StopAsyncIteration
+            self._news = anyio.Event()
+            try:
+                await self._news.wait()
+            finally:
+                self._news = None
+        return self._events.popleft()

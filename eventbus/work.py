@@ -1,0 +1,400 @@
+"""A group on its way through one rollout: its executions, the jobs that carry them, and its one end.
+
+    GroupWork       the group: which executions are still open, what was lost, where it ended
+      Execution     one generation of the prompt, with the samples that stages fanned it out into
+      SampleJob     one sample in the sample chain, run by a worker
+      GroupJob      the whole group in its group stages, run by a worker
+
+A job that was cancelled reports nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from eventbus.context import RolloutContext
+from eventbus.events import light
+from eventbus.group import Group
+from eventbus.ledger import Outcome
+from eventbus.sample import Sample, SampleStatus
+from eventbus.stage import Drop, Stage
+from eventbus.workers import WorkerDied
+
+if TYPE_CHECKING:
+    from eventbus.rollout import Rollout
+
+__all__ = ["Execution", "GroupJob", "GroupWork", "Resumption", "SampleJob"]
+
+
+class Resumption:
+    """A prompt to be asked in a later rollout, with what is already there of its group."""
+
+    __slots__ = ("at", "executions", "group", "origin", "prototype")
+
+    def __init__(self, origin: str, prototype: Sample, group: Group | None = None, at: int = 0) -> None:
+        self.origin = origin
+        self.prototype = prototype
+        self.executions: list[Execution] = []
+        """Recycled: their results and partial samples."""
+        self.group = group
+        self.at = at
+        """Carried: the group, and the group stage to go on at."""
+
+
+class Execution:
+    """One generation of one prompt: the root of its (perhaps fanned-out) samples."""
+
+    __slots__ = ("checkpoint", "children", "done", "id", "lost", "pending", "position", "resubmits", "result")
+
+    def __init__(self, identity: int, position: int) -> None:
+        self.id = identity
+        self.position = position
+        """0 to group size - 1."""
+        self.resubmits = 0
+        self.lost = False
+        self.begin()
+
+    def begin(self) -> None:
+        self.result: list[Any] = [None]
+        """Its samples, nested as the stages fanned them out."""
+        self.pending = 1
+        """Samples that are still in the chain."""
+        self.children = 0
+        self.done = False
+        """It went through all stages."""
+        self.checkpoint: tuple[Sample, int] | None = None
+        """A sample as its engine gave it, and the stage at which to take it up again."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        if not self.children:
+            return self.result
+        flat: list[Sample] = []
+        todo = [self.result]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, list):
+                todo.extend(reversed(item))
+            else:
+                flat.append(item)
+        return flat
+
+
+class GroupWork:
+    """A group under way in one rollout."""
+
+    __slots__ = (
+        "aborted", "at", "ended", "executions", "group", "index", "jobs", "loss", "lost", "open", "prototype",
+        "resubmits", "rollout",
+    )  # fmt: skip
+
+    def __init__(self, rollout: Rollout, prototype: Sample) -> None:
+        self.rollout = rollout
+        self.prototype = prototype
+        self.index: int = prototype.group_index or 0
+        self.executions: list[Execution] = []
+        self.open = 0
+        """Executions that have neither finished, nor left at their engine, nor been lost."""
+        self.lost = 0
+        self.loss: tuple[Outcome, str] | None = None
+        """What became of the first execution that was lost."""
+        self.aborted = False
+        """At least one execution left at its engine."""
+        self.jobs: set[SampleJob | GroupJob] = set()
+        self.group: Group | None = None
+        """Set when all executions are through."""
+        self.at = 0
+        """Position in the group stages."""
+        self.resubmits = 0
+        self.ended = False
+
+    def start(self, execution: Execution) -> None:
+        """Put the execution into the queue: from its prompt, or from where it left."""
+        if execution.checkpoint is not None:
+            sample, at = execution.checkpoint
+            execution.checkpoint = None
+        else:
+            sample, at = self.prototype.copy(), 0
+            sample.group_index = self.index
+            sample.index = self.index * self.rollout.group_size + execution.position
+            sample.rollout_id = execution.id
+        self._put(SampleJob(self, execution, sample, 0, execution.result, 0, at))
+
+    def fan_out(self, job: SampleJob, children: list[Sample]) -> None:
+        """The children go on side by side, each in the place that the stage gave it."""
+        execution = job.execution
+        results: list[Any] = [None] * len(children)
+        job.results[job.position] = results
+        execution.pending += len(children) - 1
+        self.rollout.ledger.executions.children += len(children)
+        first = self.index * self.rollout.group_size + execution.position
+        for position, child in enumerate(children):
+            execution.children += 1
+            child.group_index = self.index
+            child.index = first + execution.children * self.rollout.group_size
+            child.rollout_id = execution.id
+            self._put(SampleJob(self, execution, child, job.segment + 1, results, position, 0))
+
+    def _put(self, job: SampleJob) -> None:
+        self.jobs.add(job)
+        self.rollout.runtime.pool.put(job)
+
+    def finished(self, execution: Execution) -> GroupJob | None:
+        """A sample is through all its stages. The next job, if this made the group complete."""
+        execution.pending -= 1
+        if execution.pending:
+            return None
+        execution.done = True
+        self.rollout.ledger.executions.completed += 1
+        return self._close_one()
+
+    def left(self, execution: Execution, sample: Sample, resume_at: int | None) -> None:
+        """A sample left at its engine: aborted, or its rollout is closing. It may be taken up again."""
+        self._cancel(execution)
+        if resume_at is not None:
+            execution.checkpoint = (sample, resume_at)
+        self.aborted = True
+        self._close_one()
+
+    def lose(self, execution: Execution, outcome: Outcome, reason: str) -> GroupJob | None:
+        """An execution is gone, and its group with it unless it may shrink."""
+        self._cancel(execution)
+        execution.lost = True
+        counts = self.rollout.ledger.executions
+        setattr(counts, outcome, getattr(counts, outcome) + 1)
+        self.lost += 1
+        self.loss = self.loss or (outcome, reason)
+        size = len(self.executions)
+        if size - self.lost < min(self.rollout.spec.min_group_size or size, size):
+            self.end(*self.loss)
+            return None
+        return self._close_one()
+
+    def restart(self, execution: Execution) -> None:
+        """Once more from the prompt."""
+        self._cancel(execution)
+        execution.resubmits += 1
+        self.rollout.ledger.executions.children -= execution.children
+        execution.begin()
+        self.start(execution)
+
+    def end(self, outcome: Outcome, reason: str | None = None) -> None:
+        """The group's one end. Whatever still runs for it is cancelled."""
+        self.ended = True
+        rollout = self.rollout
+        rollout.works.pop(id(self), None)
+        self.cancel_jobs()
+        by_fallback = self.group is not None and self.group.verdict is not None and self.group.verdict.by_fallback
+        by_fallback = by_fallback and outcome == "kept"
+        rollout.ledger.executions.cancelled += sum(not (e.done or e.lost) for e in self.executions)
+        rollout.ledger.end(outcome, reason, by_fallback=by_fallback)
+        rollout.emit("group_ended", group_index=self.index, outcome=outcome, reason=reason, by_fallback=by_fallback)
+        rollout.news()
+
+    def cancel_jobs(self) -> None:
+        jobs, self.jobs = self.jobs, set()
+        for job in jobs:
+            job.cancel()
+
+    def _cancel(self, execution: Execution) -> None:
+        """The execution's other samples are no longer wanted."""
+        for job in [job for job in self.jobs if isinstance(job, SampleJob) and job.execution is execution]:
+            self.jobs.discard(job)
+            job.cancel()
+
+    def _close_one(self) -> GroupJob | None:
+        self.open -= 1
+        if self.open:
+            return None
+        if self.aborted:
+            self.rollout.left(self)
+            return None
+        return self.complete()
+
+    def complete(self) -> GroupJob | None:
+        """All executions are through: the group stages are next."""
+        rollout = self.rollout
+        self.group = Group(self.index, self.prototype.prompt, [e.samples for e in self.executions if e.done])
+        if rollout.runtime.hub.wants("group_completed"):
+            light_form = [[light(sample) for sample in execution] for execution in self.group.executions]
+            rollout.emit("group_completed", group_index=self.index, samples=light_form)
+        return rollout.completed(self)
+
+
+class SampleJob:
+    """One sample on its way through the sample chain."""
+
+    # Defaults live in the class: one of these is made for every sample.
+    scope: anyio.CancelScope | None = None
+    cancelled = False
+    error: Exception | None = None
+    failed_in: Stage | None = None
+    entry: int | None = None
+    resume_at: int | None = None
+    """The stage at which the sample is taken up again, should it have left."""
+
+    def __init__(
+        self,
+        work: GroupWork,
+        execution: Execution,
+        sample: Sample,
+        segment: int,
+        results: list[Any],
+        position: int,
+        at: int,
+    ) -> None:
+        self.work = work
+        self.execution = execution
+        self.sample: Sample | None = sample
+        self.segment = segment
+        self.at = at
+        self.results = results
+        """Where the finished sample goes: `results[position]`."""
+        self.position = position
+        rollout = work.rollout
+        self.context = RolloutContext(rollout.id, rollout.evaluation, work.index, sample.index, execution.id)
+
+    async def run(self) -> None:
+        if self.cancelled:
+            return
+        work, rollout = self.work, self.work.rollout
+        runtime = rollout.runtime
+        sample, self.sample = self.sample, None
+        assert sample is not None
+        task = rollout.chain.run(self, sample, self.at)
+        try:
+            result = await runtime.pool.slice.isolated(runtime.context.copy(), self, task)
+        except Exception as error:
+            if self.cancelled:
+                return
+            work.jobs.discard(self)
+            next_job = rollout.sample_failed(self, error)
+        except anyio.get_cancelled_exc_class() as error:
+            if self._is_cancelled() or not _stray_cancellation():
+                raise
+            work.jobs.discard(self)
+            stray = RuntimeError(
+                f"stage {self.context.stage!r} was cancelled from inside: it awaited something cancelled"
+            )
+            stray.__cause__ = error
+            next_job = rollout.sample_failed(self, stray)
+        else:
+            if self.cancelled:
+                return
+            work.jobs.discard(self)
+            runtime.activity += 1
+            next_job = None
+            if type(result) is Drop:
+                next_job = work.lose(self.execution, "dropped", result.reason)
+            elif isinstance(result, list):
+                work.fan_out(self, result)
+            elif self.context.closing or result.status is SampleStatus.ABORTED:
+                work.left(self.execution, result, self.resume_at)
+            else:
+                self.results[self.position] = result
+                next_job = work.finished(self.execution)
+        if next_job is not None:
+            next_job.scope = self.scope
+            await next_job.run()
+
+    def generated(self, sample: Sample, resume_at: int) -> None:
+        rollout = self.work.rollout
+        if rollout.runtime.hub.wants("sample_generated"):
+            rollout.emit(
+                "sample_generated",
+                group_index=self.work.index,
+                index=sample.index,
+                execution=self.execution.id,
+                status=sample.status,
+                response_length=sample.response_length,
+                weight_versions=list(sample.weight_versions),
+                seconds=rollout.now() - self.context.since,
+            )
+        if self.segment == 0:
+            self.resume_at = resume_at
+            if rollout.spec.unfinished == "recycle" and not self.context.closing:
+                self.execution.checkpoint = (sample.copy(), resume_at)
+
+    def applied(self, stage: Stage, seconds: float, changed: Any) -> None:
+        fields, columns = changed
+        self.work.rollout.emit(
+            "stage_applied",
+            group_index=self.work.index,
+            index=self.context.index,
+            execution=self.execution.id,
+            child=self.position + 1 if self.segment else 0,
+            stage=stage.name,
+            seconds=seconds,
+            changed=fields,
+            columns=columns,
+        )
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.scope is not None:
+            self.scope.cancel()
+
+    def died(self, error: BaseException) -> None:
+        _died(self, self.work, error)
+
+    def describe(self) -> str:
+        return f"sample {self.context.index} (group {self.work.index}, rollout {self.work.rollout.id})"
+
+
+class GroupJob:
+    """A group in those of its stages that do not ask for the count."""
+
+    __slots__ = ("cancelled", "context", "scope", "work")
+
+    def __init__(self, work: GroupWork) -> None:
+        self.work = work
+        self.context = RolloutContext(work.rollout.id, work.rollout.evaluation, work.index)
+        self.scope: anyio.CancelScope | None = None
+        self.cancelled = False
+        work.jobs.add(self)
+
+    async def run(self) -> None:
+        if self.cancelled:
+            return
+        try:
+            await self.work.rollout.pass_group(self)
+        finally:
+            self.scope = None
+            self.work.jobs.discard(self)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.scope is not None:
+            self.scope.cancel()
+
+    def died(self, error: BaseException) -> None:
+        _died(self, self.work, error)
+
+    def describe(self) -> str:
+        return f"group {self.work.index} (rollout {self.work.rollout.id})"
+
+
+def _died(job: SampleJob | GroupJob, work: GroupWork, error: BaseException) -> None:
+    if job.cancelled:
+        return
+    death = WorkerDied(
+        f"the worker of {job.describe()} was ended in stage {job.context.stage!r} by {type(error).__name__}"
+    )
+    death.__cause__ = error
+    work.rollout.stop(death)
+
+
+def _stray_cancellation() -> bool:
+    """A cancellation that nobody asked of this task, such as from awaiting a future that somebody cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # trio: a cancellation always comes from a scope
+        return False
+    return task is not None and task.cancelling() == 0 and anyio.current_effective_deadline() > -math.inf
