@@ -1,0 +1,222 @@
+"""Per-sample hooks in the form that slime's users have them, run over any nesting of samples.
+
+A hook is `hook(args, sample, *, rollout_id, evaluation)` or `hook(sample, ...)`, sync or async; it returns a `Sample`
+or None, which keeps the sample it was given. A signature is read once per hook. Sync hooks run in one plain loop; only
+where a hook has to be awaited do the samples go on side by side.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from inspect import isawaitable
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import anyio
+
+from eventbus.context import current_rollout
+from eventbus.imports import load_object
+from eventbus.sample import Sample
+from eventbus.stage import ContractError
+
+__all__ = ["Hook", "apply_sample_hooks"]
+
+Hook: TypeAlias = Callable[..., Any] | str
+"""A callable, or its import path."""
+
+
+async def apply_sample_hooks(hooks: Sequence[Hook] | None, value: Any, *, args: Any = None, **context: Any) -> Any:
+    """Run `hooks`, in order, on each sample in `value`, which is a sample or a nested list of samples.
+
+    Without hooks `value` itself comes back, else a new list of the same shape. Samples whose hooks are async overlap;
+    their order stays.
+
+    :param args: what a hook `(args, sample)` gets first.
+    :param context: keywords for the hooks, each of which gets those that its signature names, all with `**kwargs`.
+        `rollout_id` and `evaluation` are those of the running stage unless given; None and False outside of one.
+    :raises TypeError: a leaf of `value` is no sample, a hook is no callable, or it returned neither a sample nor None.
+    :raises LoadError: an import path leads nowhere.
+    :raises Exception: what a hook raises; as an ExceptionGroup when several failed side by side.
+    """
+    if not hooks:
+        return value
+    if isinstance(hooks, str):
+        raise TypeError(f"hooks is a list of callables or import paths, got a string: write [{hooks!r}]")
+    context = {**_running(), **context}
+    run = _Run(hooks, [_bound(hook, args, context) for hook in hooks])
+    samples = list(_leaves(value))
+    waiting: list[_Waiting] = []
+    try:
+        for position, sample in enumerate(samples):
+            for at, call in enumerate(run.calls):
+                result = call(sample)
+                if result is None:
+                    continue
+                if type(result) is Sample:
+                    sample = result
+                elif isawaitable(result):
+                    waiting.append(_Waiting(position, at, sample, result))
+                    break
+                else:
+                    sample = run.checked(at, sample, result)
+            else:
+                samples[position] = sample
+        if waiting:
+            await run.side_by_side(waiting, samples)
+    finally:
+        for stopped in waiting:
+            if (close := getattr(stopped.result, "close", None)) is not None:
+                close()  # a coroutine that an error elsewhere kept from being awaited
+    return _rebuilt(value, iter(samples))
+
+
+class _Waiting(NamedTuple):
+    """A sample whose hook number `at` has to be awaited."""
+
+    position: int
+    at: int
+    sample: Sample
+    result: Awaitable[Any]
+
+
+class _Run(NamedTuple):
+    """The hooks, and the calls that they were bound to."""
+
+    hooks: Sequence[Hook]
+    calls: list[Callable[[Sample], Any]]
+
+    def checked(self, at: int, sample: Sample, result: Any) -> Sample:
+        if result is None:
+            return sample
+        if isinstance(result, Sample):
+            return result
+        raise ContractError(
+            f"hook {_name(self.hooks[at])} returned {type(result).__name__} for sample {sample.index}, "
+            "expected Sample or None"
+        )
+
+    async def finish(self, waiting: _Waiting) -> Sample:
+        """The rest of a sample's way, from the hook that has to be awaited."""
+        at, sample = waiting.at, self.checked(waiting.at, waiting.sample, await waiting.result)
+        for later in range(at + 1, len(self.calls)):
+            result = self.calls[later](sample)
+            sample = self.checked(later, sample, await result if isawaitable(result) else result)
+        return sample
+
+    async def side_by_side(self, waiting: list[_Waiting], samples: list[Sample]) -> None:
+        async def finish(one: _Waiting) -> None:
+            samples[one.position] = await self.finish(one)
+
+        if len(waiting) == 1:
+            await finish(waiting[0])
+            return
+        alone: Exception | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                for one in waiting:
+                    tasks.start_soon(finish, one)
+        except ExceptionGroup as group:
+            if len(group.exceptions) > 1:
+                raise
+            alone = group.exceptions[0]
+        if alone is not None:
+            raise alone
+
+
+# Values
+
+
+def _leaves(value: Any) -> Iterator[Sample]:
+    if isinstance(value, Sample):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            if type(item) is Sample:
+                yield item
+            else:
+                yield from _leaves(item)
+    else:
+        raise TypeError(f"hooks run on a Sample or nested lists of them, got {type(value).__name__}")
+
+
+def _rebuilt(value: Any, samples: Iterator[Sample]) -> Any:
+    if isinstance(value, list):
+        return [_rebuilt(item, samples) if isinstance(item, list) else next(samples) for item in value]
+    return next(samples)
+
+
+# Hooks
+
+
+class _Signature(NamedTuple):
+    takes_args: bool
+    names: frozenset[str] | None
+    """Keywords that it can be given; None: any."""
+
+
+_signatures: WeakKeyDictionary[Any, _Signature] = WeakKeyDictionary()
+
+
+def _bound(hook: Hook, args: Any, context: dict[str, Any]) -> Callable[[Sample], Any]:
+    """The hook with all but its sample filled in."""
+    function = load_object(hook) if isinstance(hook, str) else hook
+    if not callable(function):
+        raise TypeError(f"hook {_name(hook)} is not callable: {function!r}")
+    takes_args, names = _signature(function)
+    offered = context if takes_args else {**context, "args": args}
+    keywords = offered if names is None else {name: offered[name] for name in offered if name in names}
+    if takes_args:
+        return partial(function, args, **keywords)
+    return partial(function, **keywords) if keywords else function
+
+
+def _signature(function: Callable[..., Any]) -> _Signature:
+    try:
+        known = _signatures.get(function)
+    except TypeError:  # it is not hashable, or takes no weak reference
+        return _read_signature(function)
+    if known is None:
+        known = _signatures[function] = _read_signature(function)
+    return known
+
+
+def _read_signature(function: Callable[..., Any]) -> _Signature:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise TypeError(f"hook {_name(function)} has no readable signature: wrap it in a def") from None
+    kinds = {parameter.kind for parameter in parameters}
+    by_position = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in ("rollout_id", "evaluation")
+    ]
+    required = [p for p in by_position if p.default is p.empty]
+    takes_args = (len(required) > 1 and required[0].name != "sample") or (
+        not by_position and inspect.Parameter.VAR_POSITIONAL in kinds
+    )
+    if not by_position and not takes_args:
+        raise TypeError(f"hook {_name(function)} takes no positional parameter for the sample")
+    taken = {p.name for p in by_position[: 1 + takes_args]}
+    names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)) - taken
+    return _Signature(takes_args, None if inspect.Parameter.VAR_KEYWORD in kinds else names)
+
+
+def _name(hook: Any) -> str:
+    if isinstance(hook, str):
+        return hook
+    while isinstance(hook, partial):
+        hook = hook.func
+    if (name := getattr(hook, "__qualname__", None)) is not None:
+        return f"{hook.__module__}.{name}"
+    return type(hook).__name__
+
+
+def _running() -> dict[str, Any]:
+    try:
+        running = current_rollout()
+    except LookupError:
+        return {"rollout_id": None, "evaluation": False}
+    return {"rollout_id": running.rollout_id, "evaluation": running.evaluation}
