@@ -1,0 +1,80 @@
+"""The pipeline from synchronous code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from eventbus.batching import BatchSpec, RolloutExhausted
+from eventbus.group import Batch, TrainResult
+from eventbus.pipeline import Pipeline
+from middleware import Generate
+from tests.streams import Log, endless, engine, some
+
+BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    async def train(self, batch: Batch) -> TrainResult:
+        await anyio.lowlevel.checkpoint()
+        self.seen.append(batch.rollout_id)
+        return TrainResult({"loss": 1.0})
+
+
+def plain(**options: Any) -> Pipeline:
+    return Pipeline(endless(), [Generate(engine())], BatchSpec(2), **options)
+
+
+@BACKENDS
+def test_batches_come_without_a_loop(backend: str) -> None:
+    trainer, log = Trainer(), Log("batch_trained")
+    with plain(observers=[log]).sync(backend) as stream:
+        for batch in stream.rollouts(stop=3):
+            batch.trained(stream.call(trainer.train, batch))
+    assert trainer.seen == [0, 1, 2]
+    assert [event.metrics for event in log.events] == [{"loss": 1.0}] * 3
+
+
+@BACKENDS
+def test_evaluation_comes_without_a_loop(backend: str) -> None:
+    with plain().sync(backend) as stream:
+        assert len(stream.evaluate(some(3, 1), rollout_id=7).groups) == 3
+
+
+@BACKENDS
+def test_an_error_of_the_body_leaves_as_itself(backend: str) -> None:
+    with pytest.raises(ZeroDivisionError), plain().sync(backend) as stream:
+        next(stream.rollouts())
+        raise ZeroDivisionError
+
+
+@BACKENDS
+def test_an_error_of_the_rollout_reaches_the_loop(backend: str) -> None:
+    pipeline = Pipeline(some(1), [Generate(engine())], BatchSpec(2))
+    with pipeline.sync(backend) as stream, pytest.raises(RolloutExhausted):
+        next(stream.rollouts())
+
+
+def test_break_leaves_cleanly() -> None:
+    with plain().sync() as stream:
+        for _ in stream.rollouts(ahead=2):
+            break
+
+
+def test_inside_a_running_loop_it_says_what_to_use() -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=r"runs in this thread: use `async with pipeline"), plain().sync():
+            pass
+
+    anyio.run(main)
+    anyio.run(main, backend="trio")
+
+
+def test_outside_of_with_it_says_how_to_enter() -> None:
+    with pytest.raises(RuntimeError, match=r"with pipeline.sync\(\) as stream"):
+        plain().sync().call(print)
