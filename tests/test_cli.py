@@ -1,0 +1,296 @@
+"""The command `rolloutbus run`: what it shows, how it ends, and its exit codes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from eventbus.cli import app
+from eventbus.group import Summary
+from eventbus.report import Report
+
+ROOT = Path(__file__).parent.parent
+
+STAGES = """
+import sys
+import anyio
+from eventbus import Completion, Sample, TrainResult
+
+def answer(sample: Sample) -> Completion:
+    return Completion(text=str(sample.index % 2), tokens=[1], log_probs=[-0.1])
+
+def score(sample: Sample, *, rollout_id: int) -> None:
+    sample.reward = float(sample.response) + rollout_id
+
+def same(sample: Sample) -> None:
+    sample.reward = 1.0
+
+def broken(sample: Sample) -> None:
+    raise OSError("the judge is gone")
+
+class Engine:
+    async def __aenter__(self): return self
+    async def __aexit__(self, *error): print("engine closed", flush=True)
+    async def generate(self, sample, sampling): return answer(sample)
+
+class Trainer:
+    def __init__(self, wait_at: int = -1) -> None:
+        self.wait_at = wait_at
+
+    async def train(self, batch) -> TrainResult:
+        if batch.rollout_id == self.wait_at:
+            print("waiting", flush=True)
+            await anyio.sleep_forever()
+        return TrainResult({"loss": 0.5})
+"""
+
+RUN = """
+[prompts]
+path = "train.jsonl"
+group_size = 2
+
+[engine]
+use = "cli_stages:Engine"
+
+[batch]
+groups = 3
+over_sampling = 4
+max_rounds = 2
+max_failures = 5
+
+[[stages]]
+use = "middleware:Generate"
+
+[[stages]]
+use = "cli_stages:score"
+
+[[stages]]
+use = "middleware:DynamicFilter"
+judge = { use = "middleware:reward_nonzero_std" }
+
+[trainer]
+use = "cli_stages:Trainer"
+
+[run]
+rollouts = 3
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with run.toml, its stages and its prompts, which is the current one."""
+    (tmp_path / "cli_stages.py").write_text(STAGES)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2+2="}\n{"prompt": "3+3="}\n')
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    yield tmp_path
+    sys.path[:] = path
+    gc.unfreeze()
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app(["run", "run.toml", *arguments])
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+# Runs
+
+
+def test_run_shows_progress_and_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    shown = capsys.readouterr().out
+    assert "rollout 2: kept 3/3" in shown
+    assert "rollouts                           3 " in shown
+    assert "mean reward of what was generated  0.500 first, 2.500 last" in shown
+    assert "groups kept                        9 of" in shown
+
+
+def test_rollouts_and_set(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--rollouts", "2", "--set", "batch.groups=1", "--set", "stages.score.name=judge") == 0
+    shown = capsys.readouterr().out
+    assert "rollout 1: kept 1/1" in shown
+    assert "rollout 2" not in shown
+
+
+def test_trio(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trio", reason="needs rolloutbus[trio]")
+    assert run("--set", "run.backend=trio") == 0
+    assert "rollout 2: kept 3/3" in capsys.readouterr().out
+
+
+def test_quiet_shows_nothing(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("--quiet") == 0
+    assert capfd.readouterr() == ("engine closed\n", "")  # printed by the engine itself
+
+
+def test_without_rollouts_it_runs_to_the_end_of_the_prompts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "run.toml").write_text(RUN.replace("rollouts = 3", "") + "[report]\nplot = 'r.png'\n")
+    assert run("--set", "prompts.epochs=3", "--set", "batch.over_sampling=1", "--set", "batch.max_rounds=9") == 0
+    assert "rollouts                           2 " in capsys.readouterr().out
+
+
+# Ends
+
+
+def test_mistake_in_the_file_is_one_line(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--set", "stages[2].fallbak=last") == 2
+    assert capsys.readouterr() == ("", "run.toml: stages[2].fallbak: unknown key; did you mean fallback?\n")
+
+
+def test_missing_trainer(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "run.toml").write_text(RUN.replace('[trainer]\nuse = "cli_stages:Trainer"\n', ""))
+    assert run() == 2
+    assert capsys.readouterr().err == "run.toml: trainer: missing; add a section [trainer] with use = ...\n"
+
+
+def test_missing_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "run.toml").unlink()
+    assert run() == 2
+    assert capsys.readouterr().err == "run.toml: there is no such file\n"
+
+
+def test_module_that_cannot_be_imported_shows_its_traceback(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "cli_broken.py").write_text("def stage(sample):\n    return 1 +\n")
+    assert run("--set", "stages[1].use=cli_broken:stage") == 1
+    shown = capsys.readouterr().err
+    assert 'cli_broken.py", line 2' in shown
+    assert "while importing 'cli_broken'" in shown
+
+
+def test_failed_samples_show_the_root_traceback(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--set", "stages[1].use=cli_stages:broken") == 1
+    shown = capsys.readouterr().err
+    assert "in broken\n" in shown
+    assert shown.count("OSError: the judge is gone\n") == 1
+    assert "ExceptionGroup: rollout 0: 6 samples failed, more than max_failures=5" in shown
+
+
+def test_exhausted_rounds_say_why(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--set", "stages[1].use=cli_stages:same") == 1
+    shown = capsys.readouterr().err
+    assert "RolloutExhausted: 2 rounds of 4 groups are spent (max_rounds=2) before the batch was full" in shown
+    assert "zero_std_1.0 x8" in shown
+
+
+def test_prompts_that_are_missing_fail_the_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--set", "prompts.path=none.jsonl") == 1
+    assert f"there is no file {project}/none.jsonl to read prompts from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_interrupt_shuts_down_cleanly(project: Path, backend: str) -> None:
+    command = [sys.executable, "-c", "from eventbus.cli import main; main()", "run", "run.toml", "--quiet"]
+    command += ["--set", "trainer.wait_at=1", "--set", f"run.backend={backend}"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("engine closed\n", "interrupted; rollouts trained: 1\n")
+        assert process.returncode == 130
+
+
+# Plots
+
+
+def summaries() -> Report:
+    report = Report()
+    for rollout in range(4):
+        dropped = {"zero_std_1.0": rollout} | {f"rare_{number}": 1 for number in range(20)}
+        report.summaries.append(
+            Summary(rollout, kept=4, submitted=8, dropped=dropped, kept_by_fallback=1, reward_mean=rollout / 10)
+        )
+    return report
+
+
+def test_plots(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotext", reason="needs rolloutbus[embedded]")
+    pytest.importorskip("matplotlib", reason="needs rolloutbus[embedded]")
+    assert run("--set", "report.plot=plots/curve.png") == 0
+    assert f"plot: {project}/plots/curve.png" in capsys.readouterr().out
+    assert (project / "plots/curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_missing_plot_package_names_the_extra(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotext", None)
+    assert run() == 0
+    assert "no plot: plotext is not installed: pip install 'rolloutbus[embedded]'\n" in capsys.readouterr().out
+
+
+def test_plot_that_cannot_be_written_fails_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotext", reason="needs rolloutbus[embedded]")
+    pytest.importorskip("matplotlib", reason="needs rolloutbus[embedded]")
+    assert run("--set", "report.plot=train.jsonl/x.png") == 0
+    assert f"no plot at {project}/train.jsonl/x.png: " in capsys.readouterr().out
+
+
+def test_rare_reasons_are_counted_together() -> None:
+    cells = [list(column.cells) for column in summaries().table().columns]
+    rows = dict(zip(*cells, strict=True))
+    assert rows["dropped, others"] == "52"  # 13 of the 20 rare ones, in 4 rollouts
+    assert rows["dropped, zero_std_1.0"] == "6"
+
+
+def test_report_without_rewards() -> None:
+    pytest.importorskip("plotext", reason="needs rolloutbus[embedded]")
+    report = Report()
+    report.summaries.append(Summary(0))
+    assert report.terminal_plot(80) == ""
+
+
+def test_terminal_plot_has_no_control_codes() -> None:
+    pytest.importorskip("plotext", reason="needs rolloutbus[embedded]")
+    plot = summaries().terminal_plot(80)
+    assert "mean reward of what was generated" in plot
+    assert "\x1b" not in plot
+    assert max(map(len, plot.splitlines())) <= 80
+
+
+# The rest of the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["--help"], "Train as a TOML file says."), (["run", "--help"], "rolloutbus run run.toml --rollouts 100 --set")],
+)
+def test_help_teaches(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert ended.value.code == 0
+    assert text in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", {"rolloutbus": "1.2.3"}.__getitem__)
+    with pytest.raises(SystemExit):
+        app(["--version"])
+    assert capsys.readouterr().out == "1.2.3\n"
+
+
+def test_command_is_the_one_that_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"rolloutbus": "eventbus.cli:main"}
+
+
+def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["run", "run.toml", "--rolouts", "3"])
+    assert ended.value.code != 0
+    printed = capsys.readouterr()
+    assert "--rollouts" in printed.out + printed.err
