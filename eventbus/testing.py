@@ -1,4 +1,4 @@
-"""Test stages and pipelines without an engine and without waiting.
+"""Test stages and pipelines without an engine and without waiting: `run_stage` and `virtual_time`.
 
 Virtual time keeps these promises, on asyncio and trio alike. The clock moves only when every task waits, and then
 straight to the next deadline, so that an hour of sleeping takes milliseconds and what is due at different times runs in
@@ -11,13 +11,83 @@ from __future__ import annotations
 import asyncio
 import selectors
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from inspect import isawaitable
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+from eventbus.chain import settle
+from eventbus.context import RolloutContext, _current
+from eventbus.group import Batch, Group
 from eventbus.imports import optional_dependency
+from eventbus.sample import Sample
+from eventbus.stage import CallNext, ContractError, Drop, Hold, bind
 
-__all__ = ["virtual_time"]
+__all__ = ["run_stage", "virtual_time"]
+
+Value = TypeVar("Value", Sample, Group, Batch)
+
+
+async def run_stage(
+    stage: Any,
+    value: Value,
+    *,
+    rollout_id: int = 0,
+    evaluation: bool = False,
+    args: Any = None,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
+    remaining: int = 1,
+    target: int = 1,
+    call_next: CallNext | None = None,
+) -> Any:
+    """Run one stage on a sample, group or batch as a pipeline would: bound, in its context, its return checked.
+
+    The value is changed in place where the stage does so. What comes back is the sample (group, batch) that would go
+    on, a list of children where the stage fans out, or the `Drop` or `Hold`.
+
+    :param remaining: with `target` the running count for a filter.
+    :param call_next: what a wrapper runs; default: nothing, the sample comes back as it is.
+    :raises ContractError: the stage does not bind, or breaks its contract.
+    :raises Exception: whatever the stage raises.
+    """
+    bound = bind(stage)
+    if type(value).__name__.lower() != bound.level:
+        raise ContractError(f"{bound.name!r} is a {bound.level} stage, it was given a {type(value).__name__}")
+    offers = {"rollout_id": rollout_id, "evaluation": evaluation, "args": args, "sampling": sampling}
+    context = RolloutContext(rollout_id, evaluation)
+    context.stage = bound.name
+    if isinstance(value, Sample):
+        settle(value, bound.name)
+        context.group_index, context.index, context.execution = value.group_index, value.index, value.rollout_id
+    elif isinstance(value, Group):
+        context.group_index = value.index
+    call = bound.call({**offers, "remaining": remaining, "target": target})
+    token = _current.set(context)
+    try:
+        if bound.wraps:
+            result = await call(value, call_next or _unchanged)
+        else:
+            result = call(value)
+            if isawaitable(result):
+                result = await result
+    finally:
+        _current.reset(token)
+    if result is None:
+        result = value
+    allowed: dict[str, tuple[type, ...]] = {"sample": (Sample, Drop), "group": (Group, Drop, Hold), "batch": (Batch,)}
+    children = result if isinstance(result, list) and bound.fans_out else [result]
+    for child in children:
+        if not isinstance(child, allowed[bound.level]):
+            expected = ", ".join(kind.__name__ for kind in allowed[bound.level])
+            raise ContractError(f"stage {bound.name!r} returned {type(child).__name__}, expected None, {expected}")
+        if isinstance(child, Sample):
+            settle(child, bound.name)
+    return result
+
+
+async def _unchanged(sample: Sample) -> Sample:
+    return sample
 
 
 def virtual_time(backend: str) -> dict[str, Any]:
