@@ -9,7 +9,7 @@ After every stage the sample is whole again (`settle`): columns packed, lengths 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from inspect import isawaitable
 from time import perf_counter
 from typing import Any, Protocol
@@ -82,7 +82,7 @@ class SampleChain:
                 calls = []
         self.segments.append(Segment(calls, False))
 
-    async def run(self, run: StageRun, sample: Sample, at: int = 0) -> Sample | list[Sample] | Drop:
+    def run(self, run: StageRun, sample: Sample, at: int = 0) -> Coroutine[Any, Any, Sample | list[Sample] | Drop]:
         """The stages from position `at` of `run.segment` on, up to the end or the first fan-out into a list.
 
         A sample whose generation was aborted, or that comes out of the engine while the rollout is closing, leaves
@@ -91,7 +91,12 @@ class SampleChain:
         :raises ContractError: a stage returned a foreign type or left lengths that disagree.
         :raises Exception: what a stage raised; `run.failed_in` says which.
         """
-        _current.set(run.context)
+        if len(self.segments) == 1:  # no fan-out: one coroutine less
+            calls = self.segments[0].calls
+            return self._through(run, sample, calls, at, len(calls))
+        return self._segments(run, sample, at)
+
+    async def _segments(self, run: StageRun, sample: Sample, at: int) -> Sample | list[Sample] | Drop:
         while True:
             part = self.segments[run.segment]
             result: Sample | list[Sample] | Drop
@@ -109,6 +114,7 @@ class SampleChain:
         self, run: StageRun, sample: Sample, calls: list[tuple[Stage, Callable[..., Any]]], at: int, stop: int
     ) -> Sample | Drop:
         place, time_slice, traced = run.context, self._slice, self._traced
+        _current.set(place)
         stage: Stage | None = None
         try:
             while at < stop:

@@ -40,7 +40,7 @@ from eventbus.prompts import PromptSource
 from eventbus.sample import Sample
 from eventbus.stage import ContractError, Drop, Dropped, Hold, Stage
 from eventbus.work import Execution, GroupJob, GroupWork, Resumption, SampleJob
-from eventbus.workers import WorkerPool
+from eventbus.workers import Worker, WorkerPool
 
 __all__ = ["Rollout", "Runtime", "Waiting"]
 
@@ -758,7 +758,7 @@ class _BatchPlace:
 
     def __init__(self, context: RolloutContext, stage: str) -> None:
         self.context = context
-        self.scope: anyio.CancelScope | None = None
+        self.worker: Worker | None = None
         context.stage, context.since = stage, perf_counter()
 
     async def run(self) -> None:

@@ -22,7 +22,7 @@ from eventbus.group import Group
 from eventbus.ledger import Outcome
 from eventbus.sample import Sample, SampleStatus
 from eventbus.stage import Drop, Stage
-from eventbus.workers import WorkerDied
+from eventbus.workers import Worker, WorkerDied
 
 if TYPE_CHECKING:
     from eventbus.rollout import Rollout
@@ -229,7 +229,7 @@ class SampleJob:
     """One sample on its way through the sample chain."""
 
     # Defaults live in the class: one of these is made for every sample.
-    scope: anyio.CancelScope | None = None
+    worker: Worker | None = None
     cancelled = False
     error: Exception | None = None
     failed_in: Stage | None = None
@@ -298,7 +298,7 @@ class SampleJob:
                 self.results[self.position] = result
                 next_job = work.finished(self.execution)
         if next_job is not None:
-            next_job.scope = self.scope
+            next_job.worker = self.worker
             await next_job.run()
 
     def generated(self, sample: Sample, resume_at: int) -> None:
@@ -338,8 +338,8 @@ class SampleJob:
 
     def cancel(self) -> None:
         self.cancelled = True
-        if self.scope is not None:
-            self.scope.cancel()
+        if self.worker is not None:
+            self.worker.cancel()
 
     def died(self, error: BaseException) -> None:
         _died(self, self.work, error)
@@ -351,12 +351,12 @@ class SampleJob:
 class GroupJob:
     """A group in those of its stages that do not ask for the count."""
 
-    __slots__ = ("cancelled", "context", "scope", "work")
+    __slots__ = ("cancelled", "context", "work", "worker")
 
     def __init__(self, work: GroupWork) -> None:
         self.work = work
         self.context = RolloutContext(work.rollout.id, work.rollout.evaluation, work.index)
-        self.scope: anyio.CancelScope | None = None
+        self.worker: Worker | None = None
         self.cancelled = False
         work.jobs.add(self)
 
@@ -366,13 +366,13 @@ class GroupJob:
         try:
             await self.work.rollout.pass_group(self)
         finally:
-            self.scope = None
+            self.worker = None
             self.work.jobs.discard(self)
 
     def cancel(self) -> None:
         self.cancelled = True
-        if self.scope is not None:
-            self.scope.cancel()
+        if self.worker is not None:
+            self.worker.cancel()
 
     def died(self, error: BaseException) -> None:
         _died(self, self.work, error)

@@ -30,22 +30,36 @@ from anyio.lowlevel import checkpoint
 
 from eventbus.context import RolloutContext
 
-__all__ = ["SLICE", "Job", "TimeSlice", "WorkerDied", "WorkerPool"]
+__all__ = ["SLICE", "Job", "TimeSlice", "Worker", "WorkerDied", "WorkerPool"]
 
 SLICE: Final = 0.001
 """Seconds of work between two passes of the event loop."""
 
 
 class Job(Protocol):
-    """What a worker runs. `scope` is set while it runs: cancelling it ends the job and its worker."""
+    """What a worker runs. While it runs `worker` is set: cancelling that ends the job, and the worker with it."""
 
-    scope: anyio.CancelScope | None
+    worker: Worker | None
     context: RolloutContext
 
     async def run(self) -> None: ...
 
     def died(self, error: BaseException) -> None:
         """The job ended by something that is no error of a stage: say so to whoever waits for it."""
+
+
+class Worker:
+    """One task of the pool, and the way to end it in the middle of a job."""
+
+    __slots__ = ("cancelled", "scope")
+
+    def __init__(self) -> None:
+        self.scope = anyio.CancelScope()
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.scope.cancel()
 
 
 class WorkerDied(RuntimeError):
@@ -159,10 +173,10 @@ class WorkerPool:
     async def _work(self) -> None:
         jobs, time_slice = self._jobs, self.slice
         looking = True  # counted in _awake
-        scope = anyio.CancelScope()
+        worker = Worker()
         try:
-            with scope:
-                while not scope.cancel_called:
+            with worker.scope:
+                while not worker.cancelled:
                     if not jobs:
                         if looking:
                             self._awake -= 1
@@ -175,21 +189,21 @@ class WorkerPool:
                         looking = False
                     if jobs and not self._awake:
                         self._call()
-                    job.scope = scope
+                    job.worker = worker
                     try:
                         await job.run()
                     except BaseException as error:
                         job.died(error)
                         raise
                     finally:
-                        job.scope = None
+                        job.worker = None
                     if perf_counter() > time_slice.end:
                         await self.turn()
         finally:
             self.workers -= 1
             if looking:
                 self._awake -= 1
-            if scope.cancel_called and jobs and not self._awake:
+            if worker.cancelled and jobs and not self._awake:
                 self._call()
 
     async def _park(self) -> bool:

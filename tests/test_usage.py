@@ -1,4 +1,4 @@
-"""The programs that users write, as they write them. Where a real engine or judge stands in theirs, a simulated one is here."""
+"""The programs that users write, as they write them; a simulated engine or judge stands where theirs is real."""
 
 from __future__ import annotations
 
