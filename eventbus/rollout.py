@@ -761,7 +761,7 @@ class _BatchPlace:
         self.worker: Worker | None = None
         context.stage, context.since = stage, perf_counter()
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Never queued."""
 
     def died(self, error: BaseException) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Coroutine
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -258,48 +260,72 @@ class SampleJob:
         rollout = work.rollout
         self.context = RolloutContext(rollout.id, rollout.evaluation, work.index, sample.index, execution.id)
 
-    async def run(self) -> None:
+    def run(self) -> Coroutine[Any, Any, None] | None:
         if self.cancelled:
-            return
-        work, rollout = self.work, self.work.rollout
+            return None
+        rollout = self.work.rollout
         runtime = rollout.runtime
         sample, self.sample = self.sample, None
         assert sample is not None
         task = rollout.chain.run(self, sample, self.at)
         try:
-            result = await runtime.pool.slice.isolated(runtime.context.copy(), self, task)
+            outcome = runtime.pool.slice.begin(runtime.context.copy(), self, task)
         except Exception as error:
-            if self.cancelled:
-                return
-            work.jobs.discard(self)
-            next_job = rollout.sample_failed(self, error)
+            return self._failed(error)
         except anyio.get_cancelled_exc_class() as error:
-            if self._is_cancelled() or not _stray_cancellation():
-                raise
-            work.jobs.discard(self)
-            stray = RuntimeError(
-                f"stage {self.context.stage!r} was cancelled from inside: it awaited something cancelled"
-            )
-            stray.__cause__ = error
-            next_job = rollout.sample_failed(self, stray)
+            return self._cancellation(error)
+        if type(outcome) is GeneratorType:
+            return self._wait(outcome)  # type: ignore[arg-type]
+        return self._finished(outcome)
+
+    async def _wait(self, chain: Awaitable[Any]) -> None:
+        try:
+            result = await chain
+        except Exception as error:
+            next_job = self._failed(error)
+        except anyio.get_cancelled_exc_class() as error:
+            next_job = self._cancellation(error)
         else:
-            if self.cancelled:
-                return
-            work.jobs.discard(self)
-            runtime.activity += 1
-            next_job = None
-            if type(result) is Drop:
-                next_job = work.lose(self.execution, "dropped", result.reason)
-            elif isinstance(result, list):
-                work.fan_out(self, result)
-            elif self.context.closing or result.status is SampleStatus.ABORTED:
-                work.left(self.execution, result, self.resume_at)
-            else:
-                self.results[self.position] = result
-                next_job = work.finished(self.execution)
+            next_job = self._finished(result)
         if next_job is not None:
-            next_job.worker = self.worker
-            await next_job.run()
+            await next_job
+
+    def _finished(self, result: Any) -> Coroutine[Any, Any, None] | None:
+        if self.cancelled:
+            return None
+        work = self.work
+        work.jobs.discard(self)
+        work.rollout.runtime.activity += 1
+        if type(result) is Drop:
+            return self._next(work.lose(self.execution, "dropped", result.reason))
+        if isinstance(result, list):
+            work.fan_out(self, result)
+            return None
+        if self.context.closing or result.status is SampleStatus.ABORTED:
+            work.left(self.execution, result, self.resume_at)
+            return None
+        self.results[self.position] = result
+        return self._next(work.finished(self.execution))
+
+    def _failed(self, error: Exception) -> Coroutine[Any, Any, None] | None:
+        if self.cancelled:
+            return None
+        self.work.jobs.discard(self)
+        return self._next(self.work.rollout.sample_failed(self, error))
+
+    def _cancellation(self, error: BaseException) -> Coroutine[Any, Any, None] | None:
+        if self.cancelled or not _stray_cancellation():
+            raise error
+        stray = RuntimeError(f"stage {self.context.stage!r} was cancelled from inside: it awaited something cancelled")
+        stray.__cause__ = error
+        return self._failed(stray)
+
+    def _next(self, job: GroupJob | None) -> Coroutine[Any, Any, None] | None:
+        """This made the group complete: the same worker goes on with it."""
+        if job is None:
+            return None
+        job.worker = self.worker
+        return job.run()
 
     def generated(self, sample: Sample, resume_at: int) -> None:
         rollout = self.work.rollout
@@ -332,9 +358,6 @@ class SampleJob:
             changed=fields,
             columns=columns,
         )
-
-    def _is_cancelled(self) -> bool:
-        return self.cancelled
 
     def cancel(self) -> None:
         self.cancelled = True

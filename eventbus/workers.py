@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Coroutine, Generator
 from contextvars import Context
 from time import perf_counter
-from types import coroutine
+from types import GeneratorType, coroutine
 from typing import Any, Final, Protocol
 
 import anyio
@@ -42,7 +42,8 @@ class Job(Protocol):
     worker: Worker | None
     context: RolloutContext
 
-    async def run(self) -> None: ...
+    def run(self) -> Coroutine[Any, Any, None] | None:
+        """Do it; what is left to await, if anything."""
 
     def died(self, error: BaseException) -> None:
         """The job ended by something that is no error of a stage: say so to whoever waits for it."""
@@ -108,32 +109,52 @@ class TimeSlice:
         else:
             self._taken = False
 
+    async def isolated(self, context: Context, job: Job, task: Coroutine[Any, Any, Any]) -> Any:
+        """Run `task` inside `context`, step by step, noting for the watchdog what runs and since when."""
+        outcome = self.begin(context, job, task)
+        return await outcome if type(outcome) is GeneratorType else outcome  # type: ignore[misc]
+
+    def begin(self, context: Context, job: Job, task: Coroutine[Any, Any, Any]) -> Any:
+        """As `isolated`, up to where the task first waits: what it returned, or a generator to await for the rest.
+
+        Most chains never wait when their engine is quick, and a coroutine that is not made costs nothing.
+        """
+        self._enter(job)
+        try:
+            yielded = context.run(task.send, None)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            self.running = None
+            self.stopped = perf_counter()
+        return self._rest(context, job, task, yielded)
+
     @coroutine
-    def isolated(self, context: Context, job: Job, task: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Run `task` step by step inside `context`, noting for the watchdog what runs and since when."""
+    def _rest(
+        self, context: Context, job: Job, task: Coroutine[Any, Any, Any], yielded: Any
+    ) -> Generator[Any, Any, Any]:
         run, send, throw = context.run, task.send, task.throw
-        value: Any = None
-        error: BaseException | None = None
         while True:
-            now = perf_counter()
-            if now - self.stopped > SLICE / 5:  # others had the loop in between
-                self.end = now + self._length
-            self.started = now
-            self.running = job
+            error: BaseException | None = None
+            value: Any = None
             try:
-                if error is None:
-                    yielded = run(send, value)
-                else:
-                    yielded, error = run(throw, error), None
+                value = yield yielded
+            except BaseException as thrown:  # a cancellation or an injected error: the task's own to handle
+                error = thrown
+            self._enter(job)
+            try:
+                yielded = run(send, value) if error is None else run(throw, error)
             except StopIteration as stop:
                 return stop.value
             finally:
                 self.running = None
                 self.stopped = perf_counter()
-            try:
-                value = yield yielded
-            except BaseException as thrown:  # a cancellation or an injected error: the task's own to handle
-                error = thrown
+
+    def _enter(self, job: Job) -> None:
+        self.started = now = perf_counter()
+        if now - self.stopped > SLICE / 5:  # others had the loop in between
+            self.end = now + self._length
+        self.running = job
 
 
 class WorkerPool:
@@ -191,13 +212,15 @@ class WorkerPool:
                         self._call()
                     job.worker = worker
                     try:
-                        await job.run()
+                        waiting = job.run()
+                        if waiting is not None:
+                            await waiting
                     except BaseException as error:
                         job.died(error)
                         raise
                     finally:
                         job.worker = None
-                    if perf_counter() > time_slice.end:
+                    if time_slice.stopped > time_slice.end:
                         await self.turn()
         finally:
             self.workers -= 1
