@@ -9,7 +9,7 @@ After every stage the sample is whole again (`settle`): columns packed, lengths 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from inspect import isawaitable
 from time import perf_counter
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from eventbus.sample import Sample, SampleStatus
 from eventbus.stage import ContractError, Drop, Dropped, Stage
 from eventbus.workers import TimeSlice, WorkerPool
 
-__all__ = ["SampleChain", "StageRun", "settle"]
+__all__ = ["SampleChain", "StageRun", "settle", "settle_all"]
 
 _ABORTED = SampleStatus.ABORTED
 
@@ -38,7 +38,7 @@ class StageRun(Protocol):
     entry: int | None
     """Position of the outermost wrapper that is open."""
 
-    def generated(self, sample: Sample, resume_at: int) -> None:
+    def generated(self, sample: Sample, resume_at: int | None) -> None:
         """An engine has answered; the sample could be taken up again at stage `resume_at` of this segment."""
 
     def applied(self, stage: Stage, seconds: float, changed: Any) -> None:
@@ -104,7 +104,7 @@ class SampleChain:
             if not part.fan_out or not isinstance(result, Sample) or result.status is _ABORTED or run.context.closing:
                 return result
             result = await self._fan_out(run, result, *part.calls[-1])
-            if not isinstance(result, Sample):
+            if not isinstance(result, Sample) or result.status is _ABORTED or run.context.closing:
                 return result
             sample, at = result, 0
             run.segment += 1
@@ -161,6 +161,9 @@ class SampleChain:
                     return sample
         except Dropped as dropped:
             return dropped.drop
+        except StopIteration as error:  # which a coroutine cannot raise
+            run.error, run.failed_in = RuntimeError(f"stage {place.stage!r} raised StopIteration"), stage
+            raise run.error from error
         except Exception as error:
             if run.error is not error:
                 run.error, run.failed_in = error, stage
@@ -230,16 +233,38 @@ class SampleChain:
                     settle(child, stage.name)
                 if len(set(map(id, result))) != len(result):
                     raise ContractError(f"stage {stage.name!r} returned the same sample twice: copy it, sample.copy()")
-                return result
+                aborted = [child for child in result if child.status is _ABORTED]
+                if place.generated:
+                    place.generated = False
+                    for child in result:
+                        run.generated(child, None)
+                return aborted[0] if aborted else result
             if not isinstance(result, Sample):
                 raise _foreign(stage, sample, result)
             settle(result, stage.name)
             return result
         except Dropped as dropped:
             return dropped.drop
+        except StopIteration as error:
+            run.error, run.failed_in = RuntimeError(f"stage {place.stage!r} raised StopIteration"), stage
+            raise run.error from error
         except Exception as error:
             run.error, run.failed_in = error, stage
             raise
+
+
+def settle_all(samples: Iterable[Sample], stage: str) -> None:
+    """`settle` for the samples of a group or batch."""
+    for sample in samples:
+        length, mask, log_probs = sample.response_length, sample.loss_mask, sample.rollout_log_probs
+        if (
+            type(sample.tokens) is not Tokens
+            or len(sample.tokens) < length
+            or (mask is not None and (type(mask) is not LossMask or len(mask) != length))
+            or (log_probs is not None and (type(log_probs) is not LogProbs or len(log_probs) != length))
+            or sample.teacher_log_probs is not None
+        ):
+            settle(sample, stage)
 
 
 def settle(sample: Sample, stage: str) -> None:

@@ -2,14 +2,14 @@
 
 An observer is an object with `kinds` (a collection of event kinds) and `observe(event)`, called on the event loop in
 the order of `seq`; it must not block. If it is a context manager, sync or async, the pipeline enters and exits it.
-An error that it raises ends every rollout under way: a recorder that cannot write is no detail.
+An error that it raises ends the rollout that the event belongs to: a recorder that cannot write is no detail.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol, Self
 
 import anyio
@@ -31,8 +31,7 @@ class Observer(Protocol):
 class EventHub:
     """Numbers the events of a pipeline and hands each to those who asked for its kind."""
 
-    def __init__(self, observers: Iterable[Observer], failed: Callable[[Exception], None]) -> None:
-        self._failed = failed
+    def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers: list[Observer] = []
         self._by_kind: dict[str, list[Observer]] = {}
         self._seq = 0
@@ -62,7 +61,10 @@ class EventHub:
         return kind in self._by_kind
 
     def emit(self, kind: str, rollout_id: int, evaluation: bool, **fields: Any) -> None:
-        """Build the event and hand it out, if somebody asked for it."""
+        """Build the event and hand it out, if somebody asked for it.
+
+        :raises Exception: what an observer raises, after all have seen the event.
+        """
         observers = self._by_kind.get(kind)
         if observers is None:
             return
@@ -70,12 +72,15 @@ class EventHub:
             seq=self._seq, time_ns=time.time_ns(), rollout_id=rollout_id, evaluation=evaluation, **fields
         )
         self._seq += 1
+        first: Exception | None = None
         for observer in tuple(observers):
             try:
                 observer.observe(event)
             except Exception as error:
                 error.add_note(f"raised by the observer {type(observer).__name__} at event {event.seq} ({kind})")
-                self._failed(error)
+                first = first or error
+        if first is not None:
+            raise first
 
 
 class EventStream:
@@ -99,16 +104,19 @@ class EventStream:
             self.missed += 1
             return
         self._events.append(event)
-        if self._news is not None:
-            self._news.set()
+        self._wake()
 
     def close(self) -> None:
         """End the iteration after what was read in. Called by the pipeline; calling it twice does nothing."""
         if self._open:
             self._open = False
             self._hub.remove(self)
-            if self._news is not None:
-                self._news.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     def __aiter__(self) -> Self:
         return self
@@ -117,9 +125,7 @@ class EventStream:
         while not self._events:
             if not self._open:
                 raise StopAsyncIteration
-            self._news = anyio.Event()
-            try:
-                await self._news.wait()
-            finally:
-                self._news = None
+            if self._news is None:
+                self._news = anyio.Event()
+            await self._news.wait()
         return self._events.popleft()

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import copy_context
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -72,7 +73,7 @@ class Pipeline:
         self.batch = batch
         self.stages = bind_all(stages)
         self._observers = list(observers)
-        self._hub = EventHub(self._observers, self._observer_failed)
+        self._hub = EventHub(self._observers)
         self._args = args
         self._stall_after = stall_after
         self._waiting = Waiting()
@@ -116,6 +117,8 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         assert self._task_group is not None
+        for rollout in self._rollouts:  # what they have under way is asked again when the pipeline is entered again
+            rollout.give_up()
         self._task_group.cancel_scope.cancel()
         try:
             return await self._stack.__aexit__(kind, error, trace)
@@ -123,6 +126,7 @@ class Pipeline:
             for stream in self._streams:
                 stream.close()
             self._streams.clear()
+            self._rollouts.clear()
             self._task_group = self._runtime = self._iterator = None
 
     def _parts(self) -> list[Any]:
@@ -174,10 +178,10 @@ class Pipeline:
         self._begin(rollout)
         try:
             await rollout.done.wait()
-        except BaseException:
+            batch = rollout.result()
+        finally:
             rollout.give_up()
-            raise
-        batch = self._take(rollout)
+            self._rollouts.remove(rollout)
         assert batch is not None
         return EvalReport(rollout_id, batch.groups, batch.summary)
 
@@ -210,12 +214,6 @@ class Pipeline:
         self._rollouts.append(rollout)
         self._task_group.start_soon(rollout.run, name=f"rolloutbus rollout {rollout.id}")
 
-    def _take(self, rollout: Rollout) -> Batch | None:
-        self._rollouts.remove(rollout)
-        if rollout.error is not None:
-            raise rollout.error
-        return rollout.batch
-
     def _trained(self, batch_id: int, result: TrainResult | None) -> None:
         result = result or TrainResult()
         version = result.weight_version
@@ -223,12 +221,6 @@ class Pipeline:
         if version is not None and version != self._weight_version:
             self._weight_version = version
             self._hub.emit("weights_updated", batch_id, False, version=version)
-
-    def _observer_failed(self, error: Exception) -> None:
-        if not self._rollouts:
-            raise error
-        for rollout in list(self._rollouts):
-            rollout.stop(error)
 
 
 class RolloutIterator:
@@ -266,9 +258,9 @@ class RolloutIterator:
         if self._delivered is not None:
             self._acknowledge(self._delivered)
         if pipeline._iterator is not self:
-            if pipeline._iterator is not None:
-                await pipeline._iterator._give_up()
-            pipeline._iterator = self
+            other, pipeline._iterator = pipeline._iterator, self
+            if other is not None:
+                await other._give_up()
         while not self._ended and len(self._open) <= self._ahead and (self._stop is None or self._next < self._stop):
             before = self._open[-1] if self._open else None
             rollout = Rollout(runtime, self._next, pipeline.prompts, pipeline.batch, after=before)
@@ -279,13 +271,16 @@ class RolloutIterator:
             raise StopAsyncIteration
         rollout = self._open[0]
         await rollout.done.wait()
+        if pipeline._iterator is not self:
+            raise RuntimeError("another iterator of this pipeline has taken the place of this one")
         self._open.popleft()
-        batch = pipeline._take(rollout)
+        pipeline._rollouts.remove(rollout)
+        batch = rollout.result()
         if batch is None:  # the prompts have ended
             self._ended = True
             await self._give_up()
             raise StopAsyncIteration
-        batch._acknowledge = lambda result: pipeline._trained(batch.rollout_id, result)  # type: ignore[attr-defined]
+        batch._acknowledge = partial(pipeline._trained, batch.rollout_id)  # type: ignore[attr-defined]
         self._delivered = batch
         return batch
 
@@ -296,10 +291,10 @@ class RolloutIterator:
 
     async def _give_up(self) -> None:
         """End what is under way; its groups wait for whoever asks next."""
-        for rollout in self._open:
+        rollouts, self._open = self._open, deque()
+        for rollout in rollouts:
             rollout.give_up()
-        while self._open:
-            rollout = self._open.popleft()
+        for rollout in rollouts:
             await rollout.done.wait()
             self._pipeline._rollouts.remove(rollout)
 

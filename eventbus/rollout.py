@@ -30,14 +30,14 @@ import anyio
 import msgspec
 
 from eventbus.batching import BatchSpec, RolloutExhausted
-from eventbus.chain import SampleChain
+from eventbus.chain import SampleChain, settle_all
 from eventbus.context import RolloutContext, _current
 from eventbus.events import digest
 from eventbus.group import Batch, Group, Summary, Verdict
 from eventbus.ledger import Ledger
 from eventbus.observers import EventHub
 from eventbus.prompts import PromptSource
-from eventbus.sample import Sample
+from eventbus.sample import Sample, SampleStatus
 from eventbus.stage import ContractError, Drop, Dropped, Hold, Stage
 from eventbus.work import Execution, GroupJob, GroupWork, Resumption, SampleJob
 from eventbus.workers import Worker, WorkerPool
@@ -115,7 +115,7 @@ class Rollout:
         sampling: Mapping[str, Any] = MappingProxyType({}),
         after: Rollout | None = None,
     ) -> None:
-        """:param after: the rollout before, whose first prompts come first."""
+        """:param after: the rollout before: its first prompts come first, and what it gives back may be ours."""
         self.runtime = runtime
         self.id = identity
         self.spec = spec
@@ -132,8 +132,9 @@ class Rollout:
 
         self._prompts = prompts
         self._prompts_lock = anyio.Lock() if evaluation else runtime.prompts_lock
-        self._after = after
         self._asked = anyio.Event()
+        self._before_asked = after._asked if after is not None else None
+        self._before_done = after.done if after is not None else None
         self._offers = {"rollout_id": identity, "evaluation": evaluation, "args": runtime.args, "sampling": sampling}
         self.chain = SampleChain(
             runtime.sample_stages, self._offers, runtime.pool, traced=runtime.hub.wants("stage_applied")
@@ -143,6 +144,7 @@ class Rollout:
         self._inbox: deque[GroupWork] = deque()  # complete; next comes a stage that counts, or the batch
         self._held: list[tuple[float, int, int, GroupWork]] = []  # the reserve, a heap with the worst first
         self._kept: list[Group] = []
+        self._prototypes: dict[int, Sample] = {}
         self._news: anyio.Event | None = None
         self._rounds = 0
         self._ended_source = False
@@ -183,6 +185,9 @@ class Rollout:
                 await self._take(self._inbox.popleft())
             elif self.ledger.in_flight:
                 await self._wait()
+            elif self._before_done is not None and self._ended_source:
+                await self._before_done.wait()  # it may give back groups that are asked again here
+                self._before_done = None
             elif not self._release_best():
                 if self._ended_source and not self.ledger.submitted:
                     return  # nothing left to begin a batch with
@@ -214,9 +219,9 @@ class Rollout:
 
     async def _ask(self, count: int | None = None) -> None:
         """One round of prompts; what waits from earlier rollouts comes first."""
-        if self._after is not None:
-            await self._after._asked.wait()
-            self._after = None
+        if self._before_asked is not None:
+            await self._before_asked.wait()
+            self._before_asked = None
         count = self.spec.round_size if count is None else count
         runtime = self.runtime
         waiting = runtime.waiting if not self.evaluation else ()
@@ -224,9 +229,12 @@ class Rollout:
             missing = max(0, count - len(waiting))
             self.waits_for = f"the prompt source {type(self._prompts).__name__}"
             fresh = await self._prompts.take(missing) if missing else []
-            if len(fresh) < missing and self.spec.on_exhausted == "wrap" and not self.evaluation:
+            while len(fresh) < missing and self.spec.on_exhausted == "wrap" and not self.evaluation:
                 self._prompts.rewind()
-                fresh += await self._prompts.take(missing - len(fresh))
+                more = await self._prompts.take(missing - len(fresh))
+                if not more:
+                    break
+                fresh += more
             self.waits_for = None
             self._rounds += 1
             self._ended_source = len(fresh) < missing
@@ -313,8 +321,11 @@ class Rollout:
         stage = job.failed_in if job.error is error else None
         name = stage.name if stage is not None else job.context.stage or "?"
         execution, work = job.execution, job.work
+        if job.context.closing:  # an abort may make the engine raise: the sample leaves all the same
+            work.left(execution, None, None)
+            return None
         policy = "raise" if isinstance(error, ContractError) else stage.on_error if stage is not None else "fail"
-        if policy == "resubmit" and (execution.resubmits >= RESUBMITS or self._full):
+        if policy == "resubmit" and execution.resubmits >= RESUBMITS:
             policy = "fail"
         if not self._failed(error, name, policy, work.index, job.context.index, execution.id):
             return None
@@ -344,7 +355,7 @@ class Rollout:
             self._hand_back()
         else:
             self._given_up = True
-            self._scope.cancel()
+            self.stop(RuntimeError(f"rollout {self.id} was given up: its pipeline was left, or another iterator began"))
 
     def news(self) -> None:
         self.runtime.activity += 1
@@ -352,7 +363,19 @@ class Rollout:
             self._news.set()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        self.runtime.hub.emit(kind, self.id, self.evaluation, **fields)
+        try:
+            self.runtime.hub.emit(kind, self.id, self.evaluation, **fields)
+        except Exception as error:
+            self.stop(error)
+
+    def result(self) -> Batch | None:
+        """The batch, once `done`; None when the prompts had ended before it began.
+
+        :raises Exception: what ended the rollout instead.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.batch
 
     # Group stages, and the count
 
@@ -385,6 +408,7 @@ class Rollout:
 
     def _keep(self, work: GroupWork, group: Group) -> None:
         self._kept.append(group)
+        self._prototypes[group.index] = work.prototype
         work.end("kept")
 
     async def _apply(self, work: GroupWork, job: GroupJob) -> bool:
@@ -407,6 +431,7 @@ class Rollout:
                 )
             if isinstance(result, Group) and result.index != work.index:
                 raise ContractError(f"stage {stage.name!r} returned group {result.index} for group {work.index}")
+            settle_all((result if isinstance(result, Group) else group).samples, stage.name)
         except Exception as error:
             work.jobs.discard(job)
             if not job.cancelled:
@@ -486,7 +511,8 @@ class Rollout:
 
     async def _close(self) -> None:
         """The batch is full: judge what is complete, drop the reserve, stop the rest and give it back."""
-        with anyio.move_on_after(self.spec.abort_timeout):
+        with anyio.CancelScope() as at_once:
+            at_once.cancel()  # a judge that waits is not waited for: its group is unfinished
             while self._inbox:
                 await self._take(self._inbox.popleft())
         for entry in sorted(self._held, reverse=True):
@@ -512,12 +538,14 @@ class Rollout:
                     job.cancel()
         if not asked:
             return
+        self.waits_for = f"{', '.join(type(engine).__name__ for engine, _ in aborts.values())} to abort its requests"
         with anyio.move_on_after(self.spec.abort_timeout) as scope:
             async with anyio.create_task_group() as task_group:
                 for engine, samples in aborts.values():
                     task_group.start_soon(self._abort, engine, samples)
             while any(job in job.work.jobs for job in asked):
                 await self._wait()
+        self.waits_for = None
         if scope.cancelled_caught:
             logger.warning(
                 "rollout %d: %d samples were not given back within abort_timeout=%g s and were cancelled",
@@ -553,7 +581,10 @@ class Rollout:
                 execution.lost = False
                 execution.checkpoint = checkpoint
                 if checkpoint is not None:
-                    checkpoint[0].metadata.setdefault("start_rollout_id", self.id)
+                    sample = checkpoint[0]
+                    sample.metadata.setdefault("start_rollout_id", self.id)
+                    if sample.status is SampleStatus.ABORTED:
+                        sample.status = SampleStatus.PENDING
             resumption.executions.append(execution)
         self.runtime.waiting.add(resumption)
 
@@ -567,13 +598,16 @@ class Rollout:
         for stage in self.runtime.batch_stages:
             job = _BatchPlace(RolloutContext(self.id, self.evaluation), stage.name)
             task = self._call_batch(job, stage, batch)
+            self.waits_for = f"the batch stage {stage.name!r}"
             result = await self.runtime.pool.slice.isolated(self.runtime.context.copy(), job, task)
+            self.waits_for = None
             if result is not None and not isinstance(result, Batch):
                 raise ContractError(
                     f"stage {stage.name!r} returned {type(result).__name__} for the batch of rollout {self.id}, "
                     "expected Batch or None"
                 )
-            batch = result or batch
+            batch = batch if result is None else result
+            settle_all(batch.samples, stage.name)
         if self.runtime.hub.wants("batch_assembled"):
             self.emit(
                 "batch_assembled",
@@ -604,10 +638,10 @@ class Rollout:
 
     def _hand_back(self) -> None:
         """The groups of a batch that nobody takes wait for the next one."""
-        groups = [] if self.evaluation else self._kept if self.batch is None else self.batch.groups
+        groups = [] if self.evaluation else self._kept
         self._kept, self.batch = [], None
         for group in groups:
-            prototype = Sample(prompt=group.prompt, group_index=group.index)
+            prototype = self._prototypes[group.index]
             resumption = Resumption("carried", prototype, group, len(self._group_calls))
             for position, samples in enumerate(group.executions):
                 execution = Execution(samples[0].rollout_id or 0, position)

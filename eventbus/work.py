@@ -10,13 +10,9 @@ A job that was cancelled reports nothing any more.
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Awaitable, Coroutine
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
-
-import anyio
 
 from eventbus.context import RolloutContext
 from eventbus.events import light
@@ -117,8 +113,8 @@ class GroupWork:
     def start(self, execution: Execution) -> None:
         """Put the execution into the queue: from its prompt, or from where it left."""
         if execution.checkpoint is not None:
-            sample, at = execution.checkpoint
-            execution.checkpoint = None
+            checkpoint, at = execution.checkpoint
+            sample = checkpoint.copy()  # it stays, should the sample be stopped again before it gets further
         else:
             sample, at = self.prototype.copy(), 0
             sample.group_index = self.index
@@ -154,13 +150,14 @@ class GroupWork:
         self.rollout.ledger.executions.completed += 1
         return self._close_one()
 
-    def left(self, execution: Execution, sample: Sample, resume_at: int | None) -> None:
-        """A sample left at its engine: aborted, or its rollout is closing. It may be taken up again."""
+    def left(self, execution: Execution, sample: Sample | None, resume_at: int | None) -> None:
+        """A sample left at its engine: aborted, or its rollout is closing. It may be taken up again there."""
         self._cancel(execution)
-        if resume_at is not None:
+        if sample is not None and resume_at is not None:
             execution.checkpoint = (sample, resume_at)
         self.aborted = True
         self._close_one()
+        self.rollout.news()
 
     def lose(self, execution: Execution, outcome: Outcome, reason: str) -> GroupJob | None:
         """An execution is gone, and its group with it unless it may shrink."""
@@ -272,8 +269,6 @@ class SampleJob:
             outcome = runtime.pool.slice.begin(runtime.context.copy(), self, task)
         except Exception as error:
             return self._failed(error)
-        except anyio.get_cancelled_exc_class() as error:
-            return self._cancellation(error)
         if type(outcome) is GeneratorType:
             return self._wait(outcome)  # type: ignore[arg-type]
         return self._finished(outcome)
@@ -283,8 +278,6 @@ class SampleJob:
             result = await chain
         except Exception as error:
             next_job = self._failed(error)
-        except anyio.get_cancelled_exc_class() as error:
-            next_job = self._cancellation(error)
         else:
             next_job = self._finished(result)
         if next_job is not None:
@@ -293,32 +286,25 @@ class SampleJob:
     def _finished(self, result: Any) -> Coroutine[Any, Any, None] | None:
         if self.cancelled:
             return None
-        work = self.work
+        work, execution = self.work, self.execution
         work.jobs.discard(self)
         work.rollout.runtime.activity += 1
         if type(result) is Drop:
-            return self._next(work.lose(self.execution, "dropped", result.reason))
+            return self._next(work.lose(execution, "dropped", result.reason))
+        if self.context.closing or (isinstance(result, Sample) and result.status is SampleStatus.ABORTED):
+            work.left(execution, result if isinstance(result, Sample) else None, self.resume_at)
+            return None
         if isinstance(result, list):
             work.fan_out(self, result)
             return None
-        if self.context.closing or result.status is SampleStatus.ABORTED:
-            work.left(self.execution, result, self.resume_at)
-            return None
         self.results[self.position] = result
-        return self._next(work.finished(self.execution))
+        return self._next(work.finished(execution))
 
     def _failed(self, error: Exception) -> Coroutine[Any, Any, None] | None:
         if self.cancelled:
             return None
         self.work.jobs.discard(self)
         return self._next(self.work.rollout.sample_failed(self, error))
-
-    def _cancellation(self, error: BaseException) -> Coroutine[Any, Any, None] | None:
-        if self.cancelled or not _stray_cancellation():
-            raise error
-        stray = RuntimeError(f"stage {self.context.stage!r} was cancelled from inside: it awaited something cancelled")
-        stray.__cause__ = error
-        return self._failed(stray)
 
     def _next(self, job: GroupJob | None) -> Coroutine[Any, Any, None] | None:
         """This made the group complete: the same worker goes on with it."""
@@ -327,7 +313,7 @@ class SampleJob:
         job.worker = self.worker
         return job.run()
 
-    def generated(self, sample: Sample, resume_at: int) -> None:
+    def generated(self, sample: Sample, resume_at: int | None) -> None:
         rollout = self.work.rollout
         if rollout.runtime.hub.wants("sample_generated"):
             rollout.emit(
@@ -342,7 +328,7 @@ class SampleJob:
             )
         if self.segment == 0:
             self.resume_at = resume_at
-            if rollout.spec.unfinished == "recycle" and not self.context.closing:
+            if resume_at is not None and rollout.spec.unfinished == "recycle" and not self.context.closing:
                 self.execution.checkpoint = (sample.copy(), resume_at)
 
     def applied(self, stage: Stage, seconds: float, changed: Any) -> None:
@@ -405,19 +391,8 @@ class GroupJob:
 
 
 def _died(job: SampleJob | GroupJob, work: GroupWork, error: BaseException) -> None:
-    if job.cancelled:
-        return
     death = WorkerDied(
         f"the worker of {job.describe()} was ended in stage {job.context.stage!r} by {type(error).__name__}"
     )
     death.__cause__ = error
     work.rollout.stop(death)
-
-
-def _stray_cancellation() -> bool:
-    """A cancellation that nobody asked of this task, such as from awaiting a future that somebody cancelled."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # trio: a cancellation always comes from a scope
-        return False
-    return task is not None and task.cancelling() == 0 and anyio.current_effective_deadline() > -math.inf

@@ -62,6 +62,14 @@ class Worker:
         self.cancelled = True
         self.scope.cancel()
 
+    def is_done_with(self, job: Job, error: BaseException) -> bool:
+        """A job ended by an error that is no failure of a stage. Whether the error goes no further."""
+        if self.cancelled:
+            return _is_ordinary(error)  # what a cancelled job raises on its way out interests nobody
+        if not _pool_is_cancelled(error):
+            job.died(error)
+        return False
+
 
 class WorkerDied(RuntimeError):
     """A worker was ended from outside while it worked for a sample."""
@@ -124,6 +132,10 @@ class TimeSlice:
             yielded = context.run(task.send, None)
         except StopIteration as stop:
             return stop.value
+        except anyio.get_cancelled_exc_class() as error:
+            if (other := _told_apart(error, job)) is error:
+                raise
+            raise other from error
         finally:
             self.running = None
             self.stopped = perf_counter()
@@ -146,6 +158,10 @@ class TimeSlice:
                 yielded = run(send, value) if error is None else run(throw, error)
             except StopIteration as stop:
                 return stop.value
+            except anyio.get_cancelled_exc_class() as cancelled:
+                if (other := _told_apart(cancelled, job)) is cancelled:
+                    raise
+                raise other from cancelled
             finally:
                 self.running = None
                 self.stopped = perf_counter()
@@ -190,6 +206,8 @@ class WorkerPool:
             await self.slice.turn()
         finally:
             self._awake -= 1
+            if self._jobs and not self._awake:  # it may go on to wait in the middle of its job
+                self._call()
 
     async def _work(self) -> None:
         jobs, time_slice = self._jobs, self.slice
@@ -216,10 +234,12 @@ class WorkerPool:
                         if waiting is not None:
                             await waiting
                     except BaseException as error:
-                        job.died(error)
+                        if worker.is_done_with(job, error):
+                            break
                         raise
                     finally:
                         job.worker = None
+                    del job, waiting  # a parked worker keeps nothing alive
                     if time_slice.stopped > time_slice.end:
                         await self.turn()
         finally:
@@ -250,6 +270,31 @@ class _Parking:
     def __init__(self) -> None:
         self.event = anyio.Event()
         self.woken = False
+
+
+def _told_apart(error: BaseException, job: Job) -> BaseException:
+    """A cancellation that nobody asked of this task, as from awaiting a future that was cancelled, is a failure."""
+    if _pool_is_cancelled(error):
+        return error
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # trio: a cancellation always comes from a scope
+        return error
+    if task is None or task.cancelling():
+        return error
+    return RuntimeError(f"stage {job.context.stage!r} was cancelled from inside: it awaited something cancelled")
+
+
+def _pool_is_cancelled(error: BaseException) -> bool:
+    """The error is a cancellation of a scope around this task, not of the task alone."""
+    return isinstance(error, anyio.get_cancelled_exc_class()) and anyio.current_effective_deadline() == -math.inf
+
+
+def _is_ordinary(error: BaseException) -> bool:
+    """No KeyboardInterrupt or the like, nor a bare cancellation, which belongs to its scope."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split((Exception, anyio.get_cancelled_exc_class()))[1] is None
+    return isinstance(error, Exception)
 
 
 def _virtual_time() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import gc
+import weakref
 from typing import Any
 
 import anyio
@@ -618,3 +620,40 @@ async def test_events_end_with_the_pipeline() -> None:
         await anext(pipeline.rollouts())
     assert len(seen) == 1
     assert seen[0].summary.kept == 2
+
+
+# Memory
+
+
+class Weight:
+    """Something to watch die."""
+
+
+async def test_what_was_handed_over_is_freed_without_the_garbage_collector() -> None:
+    alive: list[weakref.ref[Weight]] = []
+
+    def loaded(sample: Sample) -> None:
+        sample.metadata["weight"] = weight = Weight()
+        alive.append(weakref.ref(weight))
+
+    def split(sample: Sample) -> list[Sample]:
+        return [sample, sample.copy()]
+
+    def picky(sample: Sample) -> Drop | None:
+        return Drop("third") if sample.group_index == 1 else None
+
+    spec = BatchSpec(2, over_sampling=4)
+    async with Pipeline(endless(), [Generate(engine()), loaded, split, picky], spec) as pipeline:
+        rollouts = pipeline.rollouts(ahead=1)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                batch = await anext(rollouts)
+                del batch
+            kept = sum(ref() is not None for ref in alive)
+        finally:
+            gc.enable()
+    # Four groups of two executions: no more than what is under way, of 20 groups that went through.
+    assert len(alive) >= 5 * 2 * 2
+    assert kept <= 2 * 4 * 2

@@ -1,0 +1,384 @@
+"""Faults that were found by trying to break the stream; each test stands for its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import anyio
+import pytest
+
+from backends.simulated import SimulatedEngine
+from eventbus import (
+    Batch,
+    BatchSpec,
+    Completion,
+    ContractError,
+    Group,
+    Pipeline,
+    Prompts,
+    RolloutExhausted,
+    Sample,
+    SampleStatus,
+    TrainResult,
+    current_rollout,
+)
+from eventbus.stage import CallNext, DeclaredStage
+from middleware.generate import Generate, append
+from tests.streams import Log, batches, endless, engine, some
+
+pytestmark = pytest.mark.anyio
+virtual = pytest.mark.virtual_time
+
+
+def spin() -> None:
+    """Use up a time slice."""
+    end = time.perf_counter() + 0.002
+    while time.perf_counter() < end:
+        pass
+
+
+async def test_a_worker_that_yields_in_the_middle_of_a_chain_leaves_no_job_behind() -> None:
+    """All samples of a round must get into the last stage, whatever the slice does before it."""
+    arrived: list[int | None] = []
+    all_there = anyio.Event()
+
+    def busy(sample: Sample) -> None:
+        spin()
+
+    async def barrier(sample: Sample) -> None:
+        arrived.append(sample.index)
+        if len(arrived) == 16:
+            all_there.set()
+        await all_there.wait()
+
+    assert len((await batches(Pipeline(endless(1), [Generate(engine()), busy, barrier], BatchSpec(16))))[0]) == 16
+
+
+@virtual
+async def test_a_group_stage_that_is_cancelled_when_the_batch_is_full_kills_no_worker() -> None:
+    async def slow(group: Group) -> None:
+        if group.index >= 2:
+            await anyio.sleep(100)
+
+    given = await batches(Pipeline(endless(1), [Generate(engine()), slow], BatchSpec(2, over_sampling=4)), 2)
+    assert [len(batch) for batch in given] == [2, 2]
+
+
+@virtual
+async def test_closing_waits_only_for_what_the_engine_still_has() -> None:
+    class Acknowledges(SimulatedEngine):
+        async def abort(self, samples: Any) -> None:
+            """Returns at once, as over HTTP; the requests end a little later."""
+            for sample in samples:
+                request = self._requests[sample.rollout_id]
+                request.aborted = True
+                request.wake()
+
+    simulated = Acknowledges(lambda s: Completion("x", [1], [-0.1]), delay=lambda s: 1000.0 if s.index == 3 else 0.0)
+
+    async def later(sample: Sample) -> None:
+        await anyio.sleep(1000.0 if sample.index == 2 else 1.0)
+
+    spec = BatchSpec(1, over_sampling=2)
+    async with Pipeline(endless(2), [Generate(simulated), later], spec, stall_after=None) as pipeline:
+        await anext(pipeline.rollouts())
+        assert anyio.current_time() == 1.0
+
+
+@virtual
+async def test_a_source_smaller_than_the_batch_wraps_as_often_as_needed() -> None:
+    (batch,) = await batches(Pipeline(some(1), [Generate(engine())], BatchSpec(4, on_exhausted="wrap")))
+    assert [group.prompt for group in batch.groups] == ["prompt 0"] * 4
+
+
+@virtual
+async def test_an_empty_source_does_not_wrap_for_ever() -> None:
+    assert await batches(Pipeline(some(0), [Generate(engine())], BatchSpec(4, on_exhausted="wrap"))) == []
+
+
+class Remembers(SimulatedEngine):
+    """Notes for each call the group and the tokens that it came with."""
+
+    def __init__(self, slow: int, length: int = 10) -> None:
+        self.came: list[tuple[int | None, int]] = []
+        super().__init__(
+            lambda s: Completion("x" * length, [7] * length, [-0.5] * length),
+            delay=lambda s: 5.0 if s.group_index == slow else 1.0,
+        )
+
+    async def generate(self, sample: Sample, sampling: Any) -> Completion:
+        self.came.append((sample.group_index, sample.response_length))
+        return await super().generate(sample, sampling)
+
+
+@virtual
+async def test_a_recycled_sample_passes_the_stages_inside_its_wrapper_again() -> None:
+    async def around(sample: Sample, call_next: CallNext) -> Sample:
+        return await call_next(sample)
+
+    def tag(sample: Sample) -> None: ...
+
+    simulated = Remembers(slow=1)
+    spec = BatchSpec(1, over_sampling=2, unfinished="recycle")
+    await batches(Pipeline(endless(1), [around, tag, Generate(simulated)], spec, stall_after=None), 2)
+    assert [tokens for group, tokens in simulated.came if group == 1] == [0, 2]
+
+
+@virtual
+async def test_a_group_recycled_twice_loses_nothing() -> None:
+    simulated = Remembers(slow=1)
+    spec = BatchSpec(1, over_sampling=2, unfinished="recycle")
+    await batches(Pipeline(endless(1), [Generate(simulated)], spec, stall_after=None), 5)
+    tokens = [tokens for group, tokens in simulated.came if group == 1]
+    assert len(tokens) > 2
+    assert tokens == sorted(tokens)
+
+
+@virtual
+async def test_a_group_recycled_twice_past_its_engine_is_generated_once() -> None:
+    async def judge(sample: Sample) -> None:
+        if sample.group_index == 1:
+            await anyio.sleep(50)
+
+    simulated = Remembers(slow=-1)
+    spec = BatchSpec(1, over_sampling=2, unfinished="recycle")
+    await batches(Pipeline(endless(1), [Generate(simulated), judge], spec, stall_after=None), 4)
+    assert [group for group, _ in simulated.came].count(1) == 1
+
+
+@virtual
+async def test_an_iterator_that_was_superseded_says_so() -> None:
+    told: list[str] = []
+    async with Pipeline(endless(), [Generate(engine(delay=5.0))], BatchSpec(2), stall_after=None) as pipeline:
+
+        async def first() -> None:
+            with pytest.raises(RuntimeError) as caught:
+                await anext(pipeline.rollouts())
+            told.append(str(caught.value))
+
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(first)
+            await anyio.sleep(1)
+            batch = await anext(pipeline.rollouts())
+    assert [group.index for group in batch.groups] == [0, 1]
+    assert "another iterator" in told[0]
+
+
+@virtual
+async def test_an_event_stream_may_have_several_readers() -> None:
+    got: list[int] = []
+    async with Pipeline(endless(), [Generate(engine())], BatchSpec(2)) as pipeline:
+        stream = pipeline.events(["rollout_started"])
+
+        async def read() -> None:
+            got.append((await anext(stream)).rollout_id)
+
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(read)
+            task_group.start_soon(read)
+            await anyio.sleep(1)
+            rollouts = pipeline.rollouts()
+            await anext(rollouts)
+            await anext(rollouts)
+    assert sorted(got) == [0, 1]
+
+
+@virtual
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+async def test_what_an_earlier_rollout_gives_back_at_the_end_of_the_prompts_is_not_lost(ahead: int) -> None:
+    simulated = engine(delay=lambda s: 1.0 + (s.group_index or 0))
+    pipeline = Pipeline(some(3, 1), [Generate(simulated)], BatchSpec(1, over_sampling=3), stall_after=None)
+    given = [[group.index for group in batch.groups] for batch in await batches(pipeline, 100, ahead=ahead)]
+    assert given == [[0], [1], [2]]
+
+
+@virtual
+async def test_what_was_under_way_when_the_pipeline_was_left_is_asked_when_it_is_entered_again() -> None:
+    pipeline = Pipeline(endless(1), [Generate(engine(delay=1.0))], BatchSpec(2), stall_after=None)
+    async with pipeline:
+        await anext(pipeline.rollouts(ahead=1))
+    async with pipeline:
+        batch = await anext(pipeline.rollouts(1))
+    assert [group.index for group in batch.groups] == [2, 3]
+
+
+@virtual
+async def test_a_group_that_is_handed_back_keeps_its_label() -> None:
+    labels: list[Any] = []
+
+    def note(sample: Sample) -> None:
+        labels.append(sample.label)
+
+    prompts = Prompts([{"prompt": "p", "label": f"L{number}"} for number in range(20)], 1)
+    async with Pipeline(prompts, [Generate(engine()), note], BatchSpec(2), stall_after=None) as pipeline:
+        first = pipeline.rollouts(ahead=1)
+        await anext(first)
+        await anyio.sleep(1)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await anext(pipeline.rollouts(1))
+        last = pipeline.rollouts(1)
+        for _ in range(3):
+            await anext(last)
+    assert None not in labels
+
+
+@virtual
+async def test_columns_that_a_group_or_batch_stage_assigns_are_packed_and_checked() -> None:
+    def mask(group: Group) -> None:
+        for sample in group.samples:
+            sample.loss_mask = [1] * sample.response_length  # type: ignore[assignment]
+
+    def short(batch: Batch) -> None:
+        batch.samples[0].loss_mask = [1, 1, 1]  # type: ignore[assignment]
+
+    (batch,) = await batches(Pipeline(endless(), [Generate(engine()), mask], BatchSpec(2)))
+    assert batch.summary.loss_tokens == 4
+    with pytest.raises(ContractError, match="stage 'short', sample 0: loss_mask has 3 values"):
+        await batches(Pipeline(endless(), [Generate(engine()), short], BatchSpec(2)))
+
+
+@virtual
+async def test_a_cancelled_evaluation_is_forgotten() -> None:
+    async with Pipeline(endless(), [Generate(engine(delay=5.0))], BatchSpec(2), stall_after=None) as pipeline:
+        with anyio.move_on_after(1):
+            await pipeline.evaluate(some(2), rollout_id=0)
+        assert pipeline._rollouts == []
+
+
+@virtual
+async def test_an_observer_that_raises_at_trained_raises_there() -> None:
+    class Full:
+        kinds = ("batch_trained",)
+
+        def observe(self, event: Any) -> None:
+            raise OSError("disk full")
+
+    async with Pipeline(endless(), [Generate(engine())], BatchSpec(2), observers=[Full()]) as pipeline:
+        async for batch in pipeline.rollouts(ahead=1):
+            with pytest.raises(OSError, match="disk full"):
+                batch.trained(TrainResult())
+            break
+
+
+@virtual
+async def test_an_engine_that_raises_when_it_aborts_costs_no_full_batch() -> None:
+    class Raises:
+        def __init__(self) -> None:
+            self.aborted: dict[int | None, anyio.Event] = {}
+
+        async def generate(self, sample: Sample, sampling: Any) -> Completion:
+            if sample.group_index in (0, 5):
+                return Completion("x", [1], [-0.1])
+            event = self.aborted[sample.rollout_id] = anyio.Event()
+            await event.wait()
+            raise ConnectionError("aborted")
+
+        async def abort(self, samples: Any) -> None:
+            for sample in samples:
+                self.aborted[sample.rollout_id].set()
+
+    async def wait(sample: Sample) -> None:
+        await anyio.sleep(1)
+
+    spec = BatchSpec(1, over_sampling=5, max_failures=2)
+    log = Log("group_submitted")
+    given = await batches(Pipeline(endless(1), [Generate(Raises()), wait], spec, observers=[log], stall_after=None), 1)
+    assert [group.index for group in given[0].groups] == [0]
+    assert (given[0].summary.failed, given[0].summary.cancelled) == (0, 4)
+
+
+@virtual
+async def test_a_full_batch_does_not_wait_for_a_slow_group_judge() -> None:
+    async def judge(group: Group, *, remaining: int) -> None:
+        if group.index:
+            await anyio.sleep(30)
+
+    simulated = engine(delay=lambda s: 1.0 + (s.index or 0) * 1e-9)
+    spec = BatchSpec(1, over_sampling=4)
+    async with Pipeline(endless(1), [Generate(simulated), judge], spec, stall_after=None) as pipeline:
+        await anext(pipeline.rollouts())
+        assert anyio.current_time() < 2
+
+
+@virtual
+async def test_aborted_children_of_a_stage_that_generates_and_fans_out_leave_there() -> None:
+    seen: list[SampleStatus] = []
+    simulated = engine(delay=lambda s: 1.0 if s.group_index == 0 else 50.0, length=4)
+
+    async def agent(sample: Sample) -> list[Sample]:
+        with current_rollout().generating(simulated, sample):
+            completion = await simulated.generate(sample, {})
+        append(sample, completion)
+        return [sample, sample.copy()]
+
+    def reward(sample: Sample) -> None:
+        seen.append(sample.status)
+
+    await batches(Pipeline(endless(1), [agent, reward], BatchSpec(1, over_sampling=2), stall_after=None))
+    assert SampleStatus.ABORTED not in seen
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_a_cancellation_from_inside_a_judge_is_its_failure() -> None:
+    calls: list[int] = []
+
+    async def judge(group: Group, *, remaining: int) -> None:
+        calls.append(group.index)
+        if len(calls) == 1:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            future.cancel()
+            await future
+
+    (batch,) = await batches(Pipeline(endless(1), [Generate(engine()), judge], BatchSpec(1)))
+    assert batch.summary.failed == 1
+
+
+@virtual
+async def test_what_a_cancelled_stage_raises_on_its_way_out_ends_nothing() -> None:
+    async def stage(sample: Sample) -> None:
+        if sample.group_index == 0:
+            await anyio.sleep(1)
+            return
+
+        async def child() -> None:
+            try:
+                await anyio.sleep(1000)
+            finally:
+                raise ValueError("cleanup")
+
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(child)
+
+    spec = BatchSpec(1, over_sampling=2, unfinished="cancel")
+    async with Pipeline(endless(1), [Generate(engine()), stage], spec, stall_after=None) as pipeline:
+        assert len(await anext(pipeline.rollouts())) == 1
+        await anyio.sleep(5)
+
+
+@virtual
+async def test_stop_iteration_of_a_stage_is_its_error() -> None:
+    def stage(sample: Sample) -> None:
+        next(iter(()))
+
+    with pytest.raises(RuntimeError, match="stage 'stage' raised StopIteration") as caught:
+        await batches(Pipeline(endless(), [Generate(engine()), DeclaredStage(stage, on_error="raise")], BatchSpec(2)))
+    assert not isinstance(caught.value, RolloutExhausted)
+
+
+@virtual
+async def test_an_evaluation_in_another_task_hears_that_the_pipeline_was_left() -> None:
+    told: list[str] = []
+    async with anyio.create_task_group() as task_group:
+        async with Pipeline(endless(), [Generate(engine(delay=5.0))], BatchSpec(2), stall_after=None) as pipeline:
+
+            async def evaluate() -> None:
+                with pytest.raises(RuntimeError) as caught:
+                    await pipeline.evaluate(some(2), rollout_id=0)
+                told.append(str(caught.value))
+
+            task_group.start_soon(evaluate)
+            await anyio.sleep(1)
+    assert "its pipeline was left" in told[0]
