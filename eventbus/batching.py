@@ -41,7 +41,13 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, least in (("groups", 1), ("over_sampling", 1), ("max_rounds", 1), ("min_group_size", 1),
                             ("max_failures", 0), ("abort_timeout", 0)):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and not value >= least:
+            if value is None and name in ("over_sampling", "min_group_size"):
+                continue
+            number = isinstance(value, int | float) if name == "abort_timeout" else isinstance(value, int)
+            if not number or isinstance(value, bool):
+                kind = "a number" if name == "abort_timeout" else "an integer"
+                raise ValueError(f"BatchSpec({name}={value!r}): must be {kind}")
+            if not value >= least:
                 raise ValueError(f"BatchSpec({name}={value}): must be at least {least}")
         for name, allowed in (("surplus", ("discard", "carry")), ("unfinished", ("restart", "recycle", "cancel")),
                               ("on_exhausted", ("error", "partial", "wrap"))):  # fmt: skip

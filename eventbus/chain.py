@@ -35,6 +35,8 @@ class StageRun(Protocol):
     error: Exception | None
     failed_in: Stage | None
     """The stage whose error is on its way out."""
+    broken: ContractError | None
+    """A broken contract; no wrapper can catch it for good."""
     entry: int | None
     """Position of the outermost wrapper that is open."""
 
@@ -167,6 +169,8 @@ class SampleChain:
         except Exception as error:
             if run.error is not error:
                 run.error, run.failed_in = error, stage
+            if isinstance(error, ContractError):
+                run.broken = error
             raise
         return sample
 

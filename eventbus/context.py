@@ -66,9 +66,9 @@ class RolloutContext:
         self.engine, self.sample, self.holder = engine, sample, f"engine {type(engine).__name__}"
         try:
             yield
+            self.generated = True
         finally:
             self.engine = self.sample = self.holder = None
-            self.generated = True
 
     def __repr__(self) -> str:
         fields = ("rollout_id", "evaluation", "group_index", "index", "execution", "stage")

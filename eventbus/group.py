@@ -140,7 +140,10 @@ class Batch(msgspec.Struct, dict=True):
         """Acknowledge this batch with what training it gave. Asking for the next batch does the same without metrics.
 
         :raises RuntimeError: it was acknowledged before, or it did not come out of a pipeline.
+        :raises TypeError: the result is no `TrainResult`.
         """
+        if result is not None and not isinstance(result, TrainResult):
+            raise TypeError(f"trained() takes a TrainResult(metrics, weight_version), got {type(result).__name__}")
         acknowledge: Callable[[TrainResult | None], None] | None = self.__dict__.pop("_acknowledge", None)
         if acknowledge is None:
             raise RuntimeError(f"batch {self.rollout_id} was acknowledged before, or did not come from a pipeline")

@@ -63,6 +63,8 @@ class Pipeline:
         stall_after: float | None = 60.0,
     ) -> None:
         _check_source(prompts)
+        if not isinstance(batch, BatchSpec):
+            raise TypeError(f"batch is a {type(batch).__name__}: pass BatchSpec(groups=32)")
         if batch.min_group_size is not None and batch.min_group_size > prompts.group_size:
             raise ValueError(
                 f"BatchSpec(min_group_size={batch.min_group_size}) is more than the group_size={prompts.group_size}"
@@ -136,7 +138,8 @@ class Pipeline:
         for stage in self.stages:
             function: Any = stage.function
             while function is not None:
-                candidates += [getattr(function, "engine", None), getattr(function, "__self__", None), function]
+                candidates += [getattr(function, name, None) for name in ("engine", "judge", "__self__")]
+                candidates.append(function)
                 function = getattr(function, "__wrapped__", None) or getattr(function, "func", None)
         for part in candidates:
             if hasattr(type(part), "__aenter__") or hasattr(type(part), "__enter__"):
@@ -181,7 +184,8 @@ class Pipeline:
             batch = rollout.result()
         finally:
             rollout.give_up()
-            self._rollouts.remove(rollout)
+            if rollout in self._rollouts:
+                self._rollouts.remove(rollout)
         assert batch is not None
         return EvalReport(rollout_id, batch.groups, batch.summary)
 

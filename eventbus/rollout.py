@@ -173,8 +173,10 @@ class Rollout:
             self.error = self.error or RuntimeError(f"rollout {self.id} was ended: its pipeline was left")
             raise
         finally:
-            self._abandon()
-            self._finish()
+            try:
+                self._abandon()
+            finally:
+                self._finish()
 
     async def _fill(self) -> None:
         target = self.spec.groups
@@ -182,6 +184,7 @@ class Rollout:
             if self.ledger.remaining < target and self._may_ask():
                 await self._ask()
             elif self._inbox:
+                await self._share_the_loop()
                 await self._take(self._inbox.popleft())
             elif self.ledger.in_flight:
                 await self._wait()
@@ -193,6 +196,7 @@ class Rollout:
                     return  # nothing left to begin a batch with
                 if not self._kept or self.spec.on_exhausted != "partial":
                     if self._ended_source and self.spec.on_exhausted == "partial":
+                        logger.warning("the prompts ended, and none of the last groups was kept: %s", self.summary())
                         return
                     raise self._exhausted()
                 break
@@ -272,9 +276,10 @@ class Rollout:
     def _enter(self, work: GroupWork, origin: str) -> None:
         executions = work.executions
         self.works[id(work)] = work
-        work.open = sum(not execution.done for execution in executions)
-        self.ledger.submit(len(executions))
-        self.ledger.executions.completed += len(executions) - work.open
+        work.open = sum(not (execution.done or execution.lost) for execution in executions)
+        done = sum(execution.done for execution in executions)
+        self.ledger.submit(work.open + done)
+        self.ledger.executions.completed += done
         if self.runtime.hub.wants("group_submitted"):
             first = work.index * self.group_size
             self.emit(
@@ -327,18 +332,22 @@ class Rollout:
         policy = "raise" if isinstance(error, ContractError) else stage.on_error if stage is not None else "fail"
         if policy == "resubmit" and execution.resubmits >= RESUBMITS:
             policy = "fail"
+        reason = f"{name}: {type(error).__name__}"
         if not self._failed(error, name, policy, work.index, job.context.index, execution.id):
+            work.end("failed", reason)
             return None
         if policy == "resubmit":
             self._resubmitted += 1
             work.restart(execution)
             return None
-        return work.lose(execution, "failed", f"{name}: {type(error).__name__}")
+        return work.lose(execution, "failed", reason)
 
     async def pass_group(self, job: GroupJob) -> None:
         """Run a group through its stages up to the next one that counts."""
-        work = job.work
+        work, pool = job.work, self.runtime.pool
         while self._next_is_parallel(work):
+            if perf_counter() > pool.slice.end:
+                await pool.turn()
             if not await self._apply(work, job):
                 return
         work.jobs.discard(job)
@@ -431,7 +440,7 @@ class Rollout:
                 )
             if isinstance(result, Group) and result.index != work.index:
                 raise ContractError(f"stage {stage.name!r} returned group {result.index} for group {work.index}")
-            settle_all((result if isinstance(result, Group) else group).samples, stage.name)
+            _check_group(result if isinstance(result, Group) else group, stage)
         except Exception as error:
             work.jobs.discard(job)
             if not job.cancelled:
@@ -511,9 +520,10 @@ class Rollout:
 
     async def _close(self) -> None:
         """The batch is full: judge what is complete, drop the reserve, stop the rest and give it back."""
-        with anyio.CancelScope() as at_once:
-            at_once.cancel()  # a judge that waits is not waited for: its group is unfinished
-            while self._inbox:
+        while self._inbox:
+            await self._share_the_loop()
+            with anyio.CancelScope() as at_once:
+                at_once.cancel()  # a judge that waits is not waited for: its group is unfinished
                 await self._take(self._inbox.popleft())
         for entry in sorted(self._held, reverse=True):
             self._drop_held(entry[-1])
@@ -542,7 +552,7 @@ class Rollout:
         with anyio.move_on_after(self.spec.abort_timeout) as scope:
             async with anyio.create_task_group() as task_group:
                 for engine, samples in aborts.values():
-                    task_group.start_soon(self._abort, engine, samples)
+                    task_group.start_soon(self._abort, engine, samples, asked)
             while any(job in job.work.jobs for job in asked):
                 await self._wait()
         self.waits_for = None
@@ -556,11 +566,16 @@ class Rollout:
                 job.work.jobs.discard(job)
                 job.cancel()
 
-    async def _abort(self, engine: Any, samples: list[Sample]) -> None:
+    async def _abort(self, engine: Any, samples: list[Sample], jobs: list[SampleJob]) -> None:
         try:
             await engine.abort(samples)
-        except Exception as error:  # the samples are cancelled after the timeout; what the engine does is its own
+        except Exception as error:  # nobody was told to abort: there is nothing to wait for
             logger.warning("rollout %d: %s.abort failed: %r", self.id, type(engine).__name__, error, exc_info=error)
+            for job in jobs:
+                if job.context.engine is engine and job in job.work.jobs:
+                    job.work.jobs.discard(job)
+                    job.cancel()
+            self.news()
 
     def _give_back(self, work: GroupWork) -> None:
         """An unfinished group leaves this rollout, as `BatchSpec.unfinished` says."""
@@ -578,7 +593,6 @@ class Rollout:
             if not execution.done:
                 checkpoint = None if execution.lost else execution.checkpoint
                 execution.begin()
-                execution.lost = False
                 execution.checkpoint = checkpoint
                 if checkpoint is not None:
                     sample = checkpoint[0]
@@ -625,12 +639,12 @@ class Rollout:
 
     def _abandon(self) -> None:
         """Nothing of the rollout stays behind, whichever way it ended."""
-        if self._given_up:
+        if self.batch is None or self._given_up:
             self._hand_back()
         for work in list(self.works.values()):
             if any(entry[-1] is work for entry in self._held):
                 self.ledger.release()
-            if self._given_up and self.spec.unfinished != "cancel" and not self.evaluation:
+            if self.spec.unfinished != "cancel" and not self.evaluation:
                 self.runtime.waiting.add(Resumption("restarted", work.prototype))
             work.end("cancelled")
         self._held.clear()
@@ -650,18 +664,24 @@ class Rollout:
             self.runtime.waiting.add(resumption)
 
     def _finish(self) -> None:
-        if self.runtime.hub.wants("rollout_finished"):
-            self.emit(
-                "rollout_finished",
-                summary=self.summary() if self.batch is None else self.batch.summary,
-                error=None if self.error is None else f"{type(self.error).__name__}: {self.error}",
-            )
-        self._failures = []  # their tracebacks lead back here
-        self.news()
-        self._asked.set()
-        self.done.set()
+        try:
+            if self.runtime.hub.wants("rollout_finished"):
+                self.emit(
+                    "rollout_finished",
+                    summary=self.summary() if self.batch is None else self.batch.summary,
+                    error=None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+                )
+        finally:  # whatever happens, nobody waits for ever
+            self._failures = []  # their tracebacks lead back here
+            self.news()
+            self._asked.set()
+            self.done.set()
 
     # Waiting, failing, counting
+
+    async def _share_the_loop(self) -> None:
+        if perf_counter() > self.runtime.pool.slice.end:
+            await self.runtime.pool.slice.turn()
 
     async def _wait(self) -> None:
         self._news = anyio.Event()
@@ -674,7 +694,9 @@ class Rollout:
         policy = "raise" if isinstance(error, ContractError) else stage.on_error
         if policy == "resubmit" and (work.resubmits >= RESUBMITS or self._full):
             policy = "fail"
+        reason = f"{stage.name}: {type(error).__name__}"
         if not self._failed(error, stage.name, policy, work.index, None, None):
+            work.end("failed", reason)
             return
         if policy == "resubmit":
             self._resubmitted += len(work.executions)
@@ -686,11 +708,10 @@ class Rollout:
                 if execution.done:
                     counts.completed -= 1
                 elif execution.lost:
-                    execution.lost = False
                     counts.submitted += 1
                 work.restart(execution)
             return
-        work.end("failed", f"{stage.name}: {type(error).__name__}")
+        work.end("failed", reason)
 
     def _failed(
         self, error: Exception, stage: str, policy: str, group_index: int, index: int | None, execution: int | None
@@ -741,8 +762,8 @@ class Rollout:
 
     def _count_rewards(self, group: Group) -> None:
         for execution in group.executions:
-            reward = execution[-1].reward
-            if isinstance(reward, int | float) and math.isfinite(reward):
+            reward = _finite(execution[-1].reward)
+            if reward is not None:
                 self._rewards += reward
                 self._rewarded += 1
 
@@ -755,12 +776,8 @@ class Rollout:
         ledger, kept = self.ledger, self._kept
         tokens = [sum(sample.loss_tokens for sample in group.samples) for group in kept]
         fillers = [group.verdict is not None and group.verdict.by_fallback for group in kept]
-        rewards = [
-            float(execution[-1].reward)
-            for group in kept
-            for execution in group.executions
-            if isinstance(execution[-1].reward, int | float) and math.isfinite(execution[-1].reward)
-        ]
+        last = [_finite(execution[-1].reward) for group in kept for execution in group.executions]
+        rewards = [reward for reward in last if reward is not None]
         return Summary(
             rollout_id=self.id,
             evaluation=self.evaluation,
@@ -785,6 +802,27 @@ class Rollout:
             kept_reward_mean=sum(rewards) / len(rewards) if rewards else None,
             seconds=self.now(),
         )
+
+
+def _check_group(group: Group, stage: Stage) -> None:
+    """What a group stage left: executions of at least one sample each, whole ones."""
+    for execution in group.executions:
+        if not execution or not all(isinstance(sample, Sample) for sample in execution):
+            raise ContractError(f"stage {stage.name!r} left group {group.index} with the execution {execution!r}")
+        settle_all(execution, stage.name)
+    if not group.executions:
+        raise ContractError(f"stage {stage.name!r} left group {group.index} without executions: return Drop(reason)")
+
+
+def _finite(reward: Any) -> float | None:
+    """The reward as a number to average, if it is one."""
+    if isinstance(reward, int | float):
+        try:
+            if math.isfinite(reward):
+                return float(reward)
+        except OverflowError:  # an int beyond any float
+            pass
+    return None
 
 
 class _BatchPlace:

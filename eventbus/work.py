@@ -19,7 +19,7 @@ from eventbus.events import light
 from eventbus.group import Group
 from eventbus.ledger import Outcome
 from eventbus.sample import Sample, SampleStatus
-from eventbus.stage import Drop, Stage
+from eventbus.stage import ContractError, Drop, Stage
 from eventbus.workers import Worker, WorkerDied
 
 if TYPE_CHECKING:
@@ -52,20 +52,22 @@ class Execution:
         self.id = identity
         self.position = position
         """0 to group size - 1."""
-        self.resubmits = 0
-        self.lost = False
-        self.begin()
-
-    def begin(self) -> None:
         self.result: list[Any] = [None]
         """Its samples, nested as the stages fanned them out."""
         self.pending = 1
         """Samples that are still in the chain."""
-        self.children = 0
-        self.done = False
-        """It went through all stages."""
+        self.children = self.resubmits = 0
+        self.done = self.lost = False
+        """It went through all stages; it is gone."""
         self.checkpoint: tuple[Sample, int] | None = None
         """A sample as its engine gave it, and the stage at which to take it up again."""
+
+    def begin(self) -> None:
+        """Forget what was there, but for how often it was resubmitted."""
+        self.result = [None]
+        self.pending, self.children = 1, 0
+        self.done = self.lost = False
+        self.checkpoint = None
 
     @property
     def samples(self) -> list[Sample]:
@@ -120,6 +122,8 @@ class GroupWork:
             sample.group_index = self.index
             sample.index = self.index * self.rollout.group_size + execution.position
             sample.rollout_id = execution.id
+            if sample.status is SampleStatus.ABORTED:
+                sample.status = SampleStatus.PENDING
         self._put(SampleJob(self, execution, sample, 0, execution.result, 0, at))
 
     def fan_out(self, job: SampleJob, children: list[Sample]) -> None:
@@ -232,6 +236,7 @@ class SampleJob:
     cancelled = False
     error: Exception | None = None
     failed_in: Stage | None = None
+    broken: ContractError | None = None
     entry: int | None = None
     resume_at: int | None = None
     """The stage at which the sample is taken up again, should it have left."""
@@ -286,6 +291,8 @@ class SampleJob:
     def _finished(self, result: Any) -> Coroutine[Any, Any, None] | None:
         if self.cancelled:
             return None
+        if self.broken is not None:
+            return self._failed(self.broken)
         work, execution = self.work, self.execution
         work.jobs.discard(self)
         work.rollout.runtime.activity += 1
@@ -314,6 +321,8 @@ class SampleJob:
         return job.run()
 
     def generated(self, sample: Sample, resume_at: int | None) -> None:
+        if self.cancelled:
+            return
         rollout = self.work.rollout
         if rollout.runtime.hub.wants("sample_generated"):
             rollout.emit(
@@ -332,6 +341,8 @@ class SampleJob:
                 self.execution.checkpoint = (sample.copy(), resume_at)
 
     def applied(self, stage: Stage, seconds: float, changed: Any) -> None:
+        if self.cancelled:
+            return
         fields, columns = changed
         self.work.rollout.emit(
             "stage_applied",

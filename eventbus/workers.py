@@ -163,12 +163,12 @@ class TimeSlice:
                     raise
                 raise other from cancelled
             finally:
-                self.running = None
+                self.running = error = None  # a kept error keeps, by its traceback, this frame and all that hangs on it
                 self.stopped = perf_counter()
 
     def _enter(self, job: Job) -> None:
         self.started = now = perf_counter()
-        if now - self.stopped > SLICE / 5:  # others had the loop in between
+        if now - self.stopped > SLICE:  # others had the loop in between
             self.end = now + self._length
         self.running = job
 

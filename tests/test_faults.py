@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ from eventbus import (
     BatchSpec,
     Completion,
     ContractError,
+    Drop,
     Group,
     Pipeline,
     Prompts,
@@ -382,3 +385,207 @@ async def test_an_evaluation_in_another_task_hears_that_the_pipeline_was_left() 
             task_group.start_soon(evaluate)
             await anyio.sleep(1)
     assert "its pipeline was left" in told[0]
+
+
+@virtual
+@pytest.mark.parametrize("executions", [[], [[]], [["no sample"]]])
+async def test_a_group_left_without_samples_names_the_stage_and_nobody_waits(executions: Any) -> None:
+    def empties(group: Group) -> None:
+        group.executions = executions
+
+    with pytest.raises(ContractError, match="stage 'empties' left group 0 with"):
+        await batches(Pipeline(endless(), [Generate(engine()), empties], BatchSpec(2), observers=[Log()]))
+
+
+async def test_group_stages_share_the_loop() -> None:
+    """Sixty groups complete at once; between any two of their stages the loop may run something else."""
+    turns: list[int] = []
+    judged: list[int] = []
+
+    def judge(group: Group, *, remaining: int) -> None:
+        spin()
+        judged.append(group.index)
+
+    def compare(group: Group) -> None:
+        spin()
+        judged.append(group.index)
+
+    for stage in (judge, compare):
+        judged.clear()
+        turns.clear()
+        async with Pipeline(endless(1), [Generate(engine()), stage], BatchSpec(60)) as pipeline:
+            async with anyio.create_task_group() as task_group:
+
+                async def ticker() -> None:
+                    while True:
+                        turns.append(len(judged))
+                        await anyio.lowlevel.checkpoint()
+
+                task_group.start_soon(ticker)
+                await anext(pipeline.rollouts())
+                task_group.cancel_scope.cancel()
+        assert max(after - before for before, after in itertools.pairwise(turns)) <= 4
+
+
+@virtual
+async def test_an_abort_that_fails_is_not_waited_for() -> None:
+    class Refuses(SimulatedEngine):
+        async def abort(self, samples: Any) -> None:
+            raise OSError("404")
+
+    simulated = Refuses(lambda s: Completion("x", [1], [0.0]), delay=lambda s: 1.0 if s.index == 0 else 1e6)
+    async with Pipeline(endless(1), [Generate(simulated)], BatchSpec(1, over_sampling=3), stall_after=None) as pipeline:
+        await anext(pipeline.rollouts())
+        assert anyio.current_time() == 1.0
+    assert simulated.in_flight == 0
+
+
+@virtual
+async def test_a_wrapper_cannot_catch_a_broken_contract() -> None:
+    async def forgives(sample: Sample, call_next: CallNext) -> Sample:
+        try:
+            return await call_next(sample)
+        except Exception:
+            return sample
+
+    def wrong(sample: Sample) -> Any:
+        return {"reward": 1}
+
+    with pytest.raises(ContractError, match="stage 'wrong' returned dict"):
+        await batches(Pipeline(endless(), [Generate(engine()), forgives, wrong], BatchSpec(2)))
+
+
+@virtual
+async def test_a_stage_that_swallows_its_cancellation_reports_nothing_any_more() -> None:
+    async def stubborn(sample: Sample) -> None:
+        try:
+            await anyio.sleep(1.0 if sample.index == 0 else 100.0)
+        except BaseException:
+            sample.reward = 1.0
+
+    log = Log()
+    await batches(
+        Pipeline(endless(1), [Generate(engine()), stubborn], BatchSpec(1, over_sampling=2), observers=[log]), 1
+    )
+    kinds = [type(event).__name__ for event in log.events]
+    assert "StageApplied" not in kinds[kinds.index("RolloutFinished") :]
+
+
+@virtual
+async def test_an_engine_that_raised_has_generated_nothing() -> None:
+    calls: list[int | None] = []
+
+    def answer(sample: Sample) -> Completion:
+        calls.append(sample.index)
+        if len(calls) == 1:
+            raise OSError("reset")
+        return Completion("x", [1], [0.0])
+
+    async def again(sample: Sample, call_next: CallNext) -> Sample:
+        try:
+            return await call_next(sample)
+        except OSError:
+            return await call_next(sample)
+
+    log = Log("sample_generated")
+    await batches(Pipeline(endless(1), [again, Generate(SimulatedEngine(answer))], BatchSpec(1), observers=[log]))
+    assert [event.status for event in log.events] == [SampleStatus.COMPLETED]
+
+
+@virtual
+async def test_the_executions_row_balances_for_a_carried_group_that_shrank() -> None:
+    def picky(sample: Sample) -> Drop | None:
+        return Drop("short") if (sample.index or 0) % 2 else None
+
+    spec = BatchSpec(1, over_sampling=2, min_group_size=1, surplus="carry")
+    async with Pipeline(endless(2), [Generate(engine()), picky], spec) as pipeline:
+        rollouts = pipeline.rollouts(ahead=2)
+        for _ in range(3):
+            await anext(rollouts)
+        for rollout in pipeline._rollouts:
+            await rollout.done.wait()
+            assert rollout.ledger.executions.in_flight == 0
+
+
+@virtual
+async def test_what_an_exhausted_rollout_had_kept_goes_into_the_next() -> None:
+    def judge(group: Group, *, remaining: int) -> Drop | None:
+        return Drop("first") if group.index == 0 else None
+
+    pipeline = Pipeline(endless(1), [Generate(engine()), judge], BatchSpec(4, max_rounds=1))
+    async with pipeline:
+        rollouts = pipeline.rollouts()
+        with pytest.raises(RolloutExhausted):
+            await anext(rollouts)
+        batch = await anext(rollouts)
+    assert [group.index for group in batch.groups] == [1, 2, 3, 4]
+
+
+@virtual
+async def test_cancelled_jobs_keep_nothing_alive() -> None:
+    async with Pipeline(
+        endless(1),
+        [Generate(engine(delay=lambda s: 0.0 if (s.index or 0) % 8 == 0 else 1e6))],
+        BatchSpec(1, 8, unfinished="cancel"),
+    ) as pipeline:
+        rollouts = pipeline.rollouts()
+        await anext(rollouts)
+        gc.collect()
+        gc.disable()
+        try:
+            await anext(rollouts)
+            before = len(gc.get_objects())
+            for _ in range(10):
+                await anext(rollouts)
+            grown = len(gc.get_objects()) - before
+        finally:
+            gc.enable()
+    assert grown < 100
+
+
+@virtual
+async def test_a_reward_beyond_any_float_is_no_crash() -> None:
+    def huge(sample: Sample) -> None:
+        sample.reward = 10**400
+
+    (batch,) = await batches(Pipeline(endless(), [Generate(engine()), huge], BatchSpec(2)))
+    assert batch.summary.reward_mean is None
+
+
+async def test_trained_refuses_what_is_no_result_and_keeps_the_acknowledgement() -> None:
+    async with Pipeline(endless(), [Generate(engine())], BatchSpec(2)) as pipeline:
+        batch = await anext(pipeline.rollouts())
+        with pytest.raises(TypeError, match=r"takes a TrainResult.*got dict"):
+            batch.trained({"loss": 1})  # type: ignore[arg-type]
+        batch.trained(TrainResult())
+
+
+@pytest.mark.parametrize(("field", "value"), [("groups", 2.5), ("groups", True), ("max_rounds", None)])
+def test_a_count_must_be_an_integer(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"BatchSpec\\({field}={value}\\): must be an integer"):
+        BatchSpec(**{"groups": 1, field: value})
+
+
+def test_a_pipeline_takes_a_batch_spec() -> None:
+    with pytest.raises(TypeError, match=r"batch is a int: pass BatchSpec\(groups=32\)"):
+        Pipeline(endless(), [], batch=4)  # type: ignore[arg-type]
+
+
+@virtual
+async def test_a_judge_is_opened_and_closed() -> None:
+    from middleware import DynamicFilter
+
+    calls: list[str] = []
+
+    class Judge:
+        async def __aenter__(self) -> None:
+            calls.append("open")
+
+        async def __aexit__(self, *error: object) -> None:
+            calls.append("close")
+
+        def __call__(self, group: Group) -> bool:
+            return True
+
+    await batches(Pipeline(endless(), [Generate(engine()), DynamicFilter(Judge())], BatchSpec(2)))
+    assert calls == ["open", "close"]
