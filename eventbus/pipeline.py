@@ -30,7 +30,7 @@ from eventbus.prompts import PromptSource
 from eventbus.rollout import Rollout, Runtime, Waiting
 from eventbus.stage import bind_all
 from eventbus.watchdog import Watchdog
-from eventbus.workers import WorkerPool
+from eventbus.workers import WorkerDied, WorkerPool
 
 if TYPE_CHECKING:
     from eventbus.sync import SyncPipeline
@@ -121,7 +121,6 @@ class Pipeline:
         assert self._task_group is not None
         for rollout in self._rollouts:  # what they have under way is asked again when the pipeline is entered again
             rollout.give_up()
-        self._task_group.cancel_scope.cancel()
         try:
             return await self._stack.__aexit__(kind, error, trace)
         finally:
@@ -313,9 +312,14 @@ class _Workers:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        self._task_group.cancel_scope.cancel()
+        scope = self._task_group.cancel_scope
+        ended_by_a_task = scope.cancel_called
+        scope.cancel()
         try:
-            return await self._task_group.__aexit__(kind, error, trace)
+            swallowed = await self._task_group.__aexit__(kind, error, trace)
+            if ended_by_a_task:  # and none of them raised
+                raise WorkerDied("a task of the pipeline was cancelled from outside before it began")
+            return swallowed
         except BaseExceptionGroup as group:
             others = [each for each in group.exceptions if each is not error]
             if not others:

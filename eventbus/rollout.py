@@ -40,7 +40,7 @@ from eventbus.prompts import PromptSource
 from eventbus.sample import Sample, SampleStatus
 from eventbus.stage import ContractError, Drop, Dropped, Hold, Stage
 from eventbus.work import Execution, GroupJob, GroupWork, Resumption, SampleJob
-from eventbus.workers import Worker, WorkerPool
+from eventbus.workers import Worker, WorkerDied, WorkerPool, is_native_cancellation
 
 __all__ = ["Rollout", "Runtime", "Waiting"]
 
@@ -169,7 +169,10 @@ class Rollout:
                 await (self._evaluate() if self.evaluation else self._fill())
         except Exception as error:
             self.error = self.error or error
-        except BaseException:
+        except BaseException as error:
+            if is_native_cancellation(error):
+                self.error = self.error or WorkerDied(f"the task of rollout {self.id} was cancelled from outside")
+                return
             self.error = self.error or RuntimeError(f"rollout {self.id} was ended: its pipeline was left")
             raise
         finally:
@@ -816,13 +819,13 @@ def _check_group(group: Group, stage: Stage) -> None:
 
 def _finite(reward: Any) -> float | None:
     """The reward as a number to average, if it is one."""
-    if isinstance(reward, int | float):
-        try:
-            if math.isfinite(reward):
-                return float(reward)
-        except OverflowError:  # an int beyond any float
-            pass
-    return None
+    if reward is None or isinstance(reward, dict | str):
+        return None
+    try:
+        number = float(reward)  # also of numpy numbers and 0-d tensors
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 class _BatchPlace:

@@ -238,6 +238,8 @@ class SampleJob:
     failed_in: Stage | None = None
     broken: ContractError | None = None
     entry: int | None = None
+    followed_by: GroupJob | None = None
+    """The job that its worker went on with."""
     resume_at: int | None = None
     """The stage at which the sample is taken up again, should it have left."""
 
@@ -311,13 +313,16 @@ class SampleJob:
         if self.cancelled:
             return None
         self.work.jobs.discard(self)
-        return self._next(self.work.rollout.sample_failed(self, error))
+        next_job = self.work.rollout.sample_failed(self, error)
+        self.error = self.broken = None  # its traceback leads back here
+        return self._next(next_job)
 
     def _next(self, job: GroupJob | None) -> Coroutine[Any, Any, None] | None:
         """This made the group complete: the same worker goes on with it."""
         if job is None:
             return None
         job.worker = self.worker
+        self.followed_by = job
         return job.run()
 
     def generated(self, sample: Sample, resume_at: int | None) -> None:
@@ -362,7 +367,7 @@ class SampleJob:
             self.worker.cancel()
 
     def died(self, error: BaseException) -> None:
-        _died(self, self.work, error)
+        _died(self.followed_by or self, self.work, error)
 
     def describe(self) -> str:
         return f"sample {self.context.index} (group {self.work.index}, rollout {self.work.rollout.id})"

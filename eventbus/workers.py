@@ -68,7 +68,7 @@ class Worker:
             return _is_ordinary(error)  # what a cancelled job raises on its way out interests nobody
         if not _pool_is_cancelled(error):
             job.died(error)
-        return False
+        return is_native_cancellation(error)
 
 
 class WorkerDied(RuntimeError):
@@ -220,7 +220,12 @@ class WorkerPool:
                         if looking:
                             self._awake -= 1
                             looking = False
-                        looking = await self._park()
+                        try:
+                            looking = await self._park()
+                        except BaseException as error:
+                            if is_native_cancellation(error):
+                                break  # an idle worker is missed by nobody
+                            raise
                         continue
                     job = jobs.popleft()
                     if looking:
@@ -288,6 +293,11 @@ def _told_apart(error: BaseException, job: Job) -> BaseException:
 def _pool_is_cancelled(error: BaseException) -> bool:
     """The error is a cancellation of a scope around this task, not of the task alone."""
     return isinstance(error, anyio.get_cancelled_exc_class()) and anyio.current_effective_deadline() == -math.inf
+
+
+def is_native_cancellation(error: BaseException) -> bool:
+    """This task alone was cancelled, not a scope around it. Passed on, that would end the task group in silence."""
+    return isinstance(error, asyncio.CancelledError) and not _pool_is_cancelled(error)
 
 
 def _is_ordinary(error: BaseException) -> bool:
