@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from eventbus import Completion, Sample, SampleStatus
 from eventbus.columns import Tokens
-from eventbus.sample import WeightSpan
 from middleware.generate import append
 
 pytest.importorskip("torch", reason="needs rolloutbus[embedded]")
@@ -316,22 +315,6 @@ async def test_steps_leave_the_number_of_threads() -> None:
 # Abort, pause, weights, cancellation
 
 
-async def test_abort_returns_what_there_is() -> None:
-    engine = small()
-    samples = prompts("12=", "7+7=")
-    whole = await generate_all(engine, samples, GREEDY)
-    paced = Paced(engine, samples, GREEDY)
-    async with paced.run():
-        await paced.steps(5)
-        await engine.abort([samples[0]])
-        assert engine.in_flight == 1
-    aborted, other = paced.completions[0], paced.completions[1]
-    assert aborted.status is SampleStatus.ABORTED
-    assert (aborted.text, list(aborted.tokens)) == (whole[0].text[:5], list(whole[0].tokens[:5]))
-    assert aborted.weight_versions == [WeightSpan("0", 0, 5)]
-    assert other.tokens == whole[1].tokens
-
-
 async def test_abort_knows_a_sample_by_its_execution() -> None:
     paced = Paced(small(), prompts("12="), GREEDY)
     async with paced.run():
@@ -340,33 +323,10 @@ async def test_abort_knows_a_sample_by_its_execution() -> None:
     assert paced.completions[0].status is SampleStatus.ABORTED
 
 
-async def test_abort_takes_a_request_out_of_the_line() -> None:
-    paced = Paced(small(max_batch=1), prompts("12=", "7+7="), GREEDY)
-    async with paced.run():
-        await paced.steps(2)
-        await paced.engine.abort([paced.samples[1]])
-    assert paced.completions[1] == Completion("", [], [], SampleStatus.ABORTED, [])
-    assert paced.completions[0].status is SampleStatus.TRUNCATED
-
-
 async def test_abort_of_a_stranger_does_nothing() -> None:
     engine = small()
     await engine.abort([Sample(prompt="12=", rollout_id=5), Sample(prompt="12=")])
     assert engine.in_flight == 0
-
-
-async def test_no_step_while_paused() -> None:
-    engine = small()
-    whole = await engine.generate(Sample(prompt="12="), GREEDY)
-    paced = Paced(engine, prompts("12=", "7+7="), GREEDY)
-    async with paced.run():
-        await paced.steps(3)
-        await engine.pause()
-        stepped = paced.stepped
-        await anyio.wait_all_tasks_blocked()
-        assert (paced.stepped, engine.in_flight) == (stepped, 2)
-        await engine.resume()
-    assert paced.completions[0].tokens == whole.tokens
 
 
 async def test_abort_works_while_paused() -> None:
@@ -378,39 +338,6 @@ async def test_abort_works_while_paused() -> None:
         await engine.abort(paced.samples)
     assert [c.status for c in paced.completions.values()] == [SampleStatus.ABORTED] * 2
     assert paced.stepped == 0
-
-
-async def test_new_weights_in_the_middle_of_a_request() -> None:
-    engine, other = small(), small(seed=1)
-    other.model.head.weight.data.mul_(-0.5)
-    paced = Paced(engine, prompts("12=", "123456="), {"max_new_tokens": 12})
-    old = {name: value.clone() for name, value in engine.model.state_dict().items()}
-    async with paced.run():
-        await paced.steps(5)
-        await engine.update_weights(other.model.state_dict(), "1")
-    assert engine.weight_version == "1"
-    for sample in paced.samples:
-        completion = paced.completions[sample.index or 0]
-        length, prompt = len(completion.tokens), engine.tokenize(str(sample.prompt))
-        assert completion.weight_versions == [WeightSpan("0", 0, 5), WeightSpan("1", 5, length)]
-        tokens = prompt + list(completion.tokens)
-        after = likelihood(engine, tokens)[len(prompt) - 1 :].tolist()
-        twin = small()
-        twin.model.load_state_dict(old)
-        before = likelihood(twin, tokens)[len(prompt) - 1 :].tolist()
-        assert completion.log_probs == pytest.approx(before[:5] + after[5:], abs=1e-4)
-
-
-async def test_weights_that_made_no_token_have_no_span() -> None:
-    engine = small()
-    paced = Paced(engine, prompts("12="), GREEDY)
-    async with paced.run():
-        await paced.steps(4)
-        await engine.pause()
-        await engine.update_weights(engine.model.state_dict(), "1")
-        await engine.update_weights(engine.model.state_dict(), "2")
-        await engine.resume()
-    assert paced.completions[0].weight_versions == [WeightSpan("0", 0, 4), WeightSpan("2", 4, 12)]
 
 
 async def test_weights_of_another_model_are_refused() -> None:
