@@ -484,3 +484,30 @@ async def test_weights_without_finite_logits_fail_the_request() -> None:
     with pytest.raises(FloatingPointError, match="sample 3: weights '0' give logits that are not finite"):
         await engine.generate(Sample(prompt="12=", index=3), {})
     assert (engine.in_flight, engine._driver) == (0, None)
+
+
+async def test_an_aborted_request_gives_the_tokens_it_has() -> None:
+    engine = small()
+    whole = await engine.generate(Sample(prompt="12=", rollout_id=8), GREEDY)
+    paced = Paced(engine, prompts("12="), GREEDY)
+    async with paced.run():
+        await paced.steps(3)
+        await engine.abort(paced.samples)
+    aborted = paced.completions[0]
+    assert aborted.log_probs is not None
+    assert len(aborted.tokens) == len(aborted.log_probs) >= 3
+    assert list(whole.tokens[: len(aborted.tokens)]) == list(aborted.tokens)
+    assert engine.in_flight == 0
+
+
+async def test_spans_say_which_weights_made_which_tokens() -> None:
+    engine = small()
+    paced = Paced(engine, prompts("12="), GREEDY)
+    async with paced.run():
+        await paced.steps(3)
+        await engine.update_weights(engine.model.state_dict(), "1")
+    completion = paced.completions[0]
+    first, second = completion.weight_versions
+    assert (first.version, first.start, second.version) == ("0", 0, "1")
+    assert first.end == second.start >= 3
+    assert second.end == len(completion.tokens)
