@@ -12,7 +12,10 @@ def mean_and_deviations(values: Sequence[float]) -> tuple[float, list[float]]:
     """The mean, and how far each value lies from it."""
     first = values[0]
     steps = [value - first for value in values]  # all 0 when the values are equal, however large they are
-    step = math.fsum(steps) / len(steps)
+    try:
+        step = math.fsum(steps) / len(steps)
+    except OverflowError:  # the sum is beyond any float, the mean is not
+        step = math.fsum(value / len(steps) for value in steps)
     return first + step, [value - step for value in steps]
 
 

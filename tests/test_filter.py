@@ -26,6 +26,7 @@ from middleware import (
     truncation,
 )
 from middleware.filter import REASON_LENGTH
+from middleware.spread import standard_deviation
 
 REJECT = FilterDecision(keep=False, reason="dull", score=-0.5)
 SPARE = FilterDecision(keep=False, keep_when_insufficient=True)
@@ -367,3 +368,8 @@ def test_truncation() -> None:
 def test_options_are_checked(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_rewards_whose_sum_is_beyond_any_float_have_a_deviation() -> None:
+    assert standard_deviation([8.98846567431158e307, 8.98846567431158e307, 0.0]) > 1e307
+    assert standard_deviation([8.98846567431158e307, 0.0, 0.0]) > 1e307
