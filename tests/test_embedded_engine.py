@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eventbus import Completion, Sample, SampleStatus
 from eventbus.columns import Tokens
+from eventbus.sample import WeightSpan
 from middleware.generate import append
 
 pytest.importorskip("torch", reason="needs rolloutbus[embedded]")
@@ -69,7 +71,10 @@ async def generate_all(engine: EmbeddedEngine, samples: Sequence[Sample], sampli
 
 
 class Paced:
-    """An engine's requests in the background, stepped by the test: `await paced.steps(3)`."""
+    """Requests in the background, and an engine that stands still but for the steps that the test asks for.
+
+    When the body of `run` ends, it goes on to the end.
+    """
 
     def __init__(self, engine: EmbeddedEngine, samples: Sequence[Sample], sampling: dict[str, Any]) -> None:
         self.engine = engine
@@ -78,12 +83,20 @@ class Paced:
         self.completions: dict[int, Completion] = {}
         self.scopes = [anyio.CancelScope() for _ in samples]
         self.stepped = 0
+        self.after: dict[int, Callable[[], None]] = {}
+        """What to do right after a step, by its number."""
 
     async def steps(self, count: int) -> None:
-        target = self.stepped + count
-        while self.stepped < target:
-            assert self.engine.in_flight or not self.stepped, "the requests ended before"
-            await anyio.lowlevel.checkpoint()
+        """Exactly so many steps of a batch."""
+        stopped = anyio.Event()
+
+        def stop() -> None:
+            self.engine._paused = True
+            stopped.set()
+
+        self.after[self.stepped + count] = stop
+        await self.engine.resume()
+        await stopped.wait()
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
@@ -92,14 +105,17 @@ class Paced:
         def counted() -> None:
             step()
             self.stepped += 1
+            self.after.pop(self.stepped, int)()
 
         self.engine._step = counted  # type: ignore[method-assign]
+        await self.engine.pause()
         async with anyio.create_task_group() as tasks:
             for position in range(len(self.samples)):
-                tasks.start_soon(self._generate, position)
+                tasks.start_soon(self.generate, position)
             yield
+            await self.engine.resume()
 
-    async def _generate(self, position: int) -> None:
+    async def generate(self, position: int) -> None:
         with self.scopes[position]:
             self.completions[position] = await self.engine.generate(self.samples[position], self.sampling)
 
@@ -268,6 +284,7 @@ async def test_a_request_joins_a_running_batch() -> None:
     paced = Paced(engine, prompts("12="), GREEDY)
     async with paced.run():
         await paced.steps(4)
+        await engine.resume()
         late = await engine.generate(Sample(prompt="7+7=", rollout_id=9), GREEDY)
     assert late.tokens == alone.tokens
     assert paced.stepped == 16
@@ -315,6 +332,22 @@ async def test_steps_leave_the_number_of_threads() -> None:
 # Abort, pause, weights, cancellation
 
 
+async def test_abort_returns_what_there_is() -> None:
+    engine = small()
+    samples = prompts("12=", "7+7=")
+    whole = await generate_all(engine, samples, GREEDY)
+    paced = Paced(engine, samples, GREEDY)
+    async with paced.run():
+        await paced.steps(5)
+        await engine.abort([samples[0]])
+        assert engine.in_flight == 1
+    aborted, other = paced.completions[0], paced.completions[1]
+    assert aborted.status is SampleStatus.ABORTED
+    assert (aborted.text, aborted.tokens) == (whole[0].text[:5], whole[0].tokens[:5])
+    assert aborted.weight_versions == [WeightSpan("0", 0, 5)]
+    assert other.tokens == whole[1].tokens
+
+
 async def test_abort_knows_a_sample_by_its_execution() -> None:
     paced = Paced(small(), prompts("12="), GREEDY)
     async with paced.run():
@@ -323,10 +356,31 @@ async def test_abort_knows_a_sample_by_its_execution() -> None:
     assert paced.completions[0].status is SampleStatus.ABORTED
 
 
+async def test_abort_takes_a_request_out_of_the_line() -> None:
+    paced = Paced(small(max_batch=1), prompts("12=", "7+7="), GREEDY)
+    async with paced.run():
+        await paced.steps(2)
+        waits, runs = sorted(paced.samples, key=lambda sample: sample.rollout_id == paced.engine._running[0].key)
+        await paced.engine.abort([waits])
+    assert paced.completions[waits.index or 0] == Completion("", [], [], SampleStatus.ABORTED, [])
+    assert paced.completions[runs.index or 0].status is SampleStatus.TRUNCATED
+
+
 async def test_abort_of_a_stranger_does_nothing() -> None:
     engine = small()
     await engine.abort([Sample(prompt="12=", rollout_id=5), Sample(prompt="12=")])
     assert engine.in_flight == 0
+
+
+async def test_no_step_while_paused() -> None:
+    engine = small()
+    whole = await engine.generate(Sample(prompt="12="), GREEDY)
+    paced = Paced(engine, prompts("12=", "7+7="), GREEDY)
+    async with paced.run():
+        await paced.steps(3)
+        await anyio.wait_all_tasks_blocked()
+        assert (paced.stepped, engine.in_flight) == (3, 2)
+    assert paced.completions[0].tokens == whole.tokens
 
 
 async def test_abort_works_while_paused() -> None:
@@ -338,6 +392,31 @@ async def test_abort_works_while_paused() -> None:
         await engine.abort(paced.samples)
     assert [c.status for c in paced.completions.values()] == [SampleStatus.ABORTED] * 2
     assert paced.stepped == 0
+
+
+async def test_new_weights_in_the_middle_of_a_request() -> None:
+    engine, other = small(), small(seed=1)
+    other.model.head.weight.data[: other.eos].mul_(-0.5)
+    paced = Paced(engine, prompts("12=", "123456="), {"max_new_tokens": 12})
+    async with paced.run():
+        await paced.steps(5)
+        await engine.update_weights(other.model.state_dict(), "1")
+    assert engine.weight_version == "1"
+    for sample in paced.samples:
+        completion, prompt = paced.completions[sample.index or 0], engine.tokenize(str(sample.prompt))
+        assert completion.weight_versions == [WeightSpan("0", 0, 5), WeightSpan("1", 5, 12)]
+        before, after = (likelihood(of, [*prompt, *completion.tokens])[len(prompt) - 1 :] for of in (small(), other))
+        assert completion.log_probs == pytest.approx([*before[:5].tolist(), *after[5:].tolist()], abs=1e-4)
+
+
+async def test_weights_that_made_no_token_have_no_span() -> None:
+    engine = small()
+    paced = Paced(engine, prompts("12="), GREEDY)
+    async with paced.run():
+        await paced.steps(4)
+        await engine.update_weights(engine.model.state_dict(), "1")
+        await engine.update_weights(engine.model.state_dict(), "2")
+    assert paced.completions[0].weight_versions == [WeightSpan("0", 0, 4), WeightSpan("2", 4, 12)]
 
 
 async def test_weights_of_another_model_are_refused() -> None:
@@ -353,8 +432,11 @@ async def test_cancellation_takes_a_request_out_and_leaves_the_others(position: 
     whole = await generate_all(small(), samples, GREEDY)
     paced = Paced(engine, samples, GREEDY)
     async with paced.run():
-        await paced.steps(after)
-        paced.scopes[position].cancel()
+        cancel = paced.scopes[position].cancel
+        if after:
+            paced.after[after] = cancel
+        else:
+            cancel()
     assert engine.in_flight == 0
     assert engine._driver is None
     for index in {0, 1, 2} - {position}:
@@ -372,24 +454,37 @@ async def test_cancelling_all_leaves_the_engine_idle() -> None:
     assert (await engine.generate(Sample(prompt="12="), GREEDY)).status is SampleStatus.TRUNCATED
 
 
-@given(st.lists(st.tuples(st.sampled_from("asctp"), st.integers(0, 7)), max_size=25))
-def test_any_history_leaves_the_engine_idle_and_every_response_right(history: list[tuple[str, int]]) -> None:
+TEXTS = ("1=", "22+3=", "123456=", "+", "12=", "9", "8+8", "=3=")
+
+
+@cache
+def unbroken() -> list[list[int]]:
+    """What each of `TEXTS` gets when nothing disturbs it."""
+    return [list(anyio.run(small().generate, Sample(prompt=text), GREEDY).tokens) for text in TEXTS]
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.sampled_from("asctp"), st.integers(0, 7)), max_size=25), st.sampled_from(["asyncio", "trio"])
+)
+def test_any_history_leaves_the_engine_idle_and_every_response_right(
+    history: list[tuple[str, int]], backend: str
+) -> None:
     """Start, abort, cancel, pause, let some steps pass, in any order: the rows of the cache never get mixed up."""
     engine = small(max_batch=3)
-    texts = ["1=", "22+3=", "123456=", "+", "12=", "9", "8+8", "=3="]
+    whole = unbroken()
 
     async def scenario() -> None:
-        whole = {text: (await small().generate(Sample(prompt=text), GREEDY)).tokens for text in texts}
-        paced = Paced(engine, [Sample(prompt=texts[n % 8], rollout_id=n) for n in range(len(history))], GREEDY)
-        started: list[int] = []
+        paced = Paced(engine, [Sample(prompt=TEXTS[n % 8], rollout_id=n) for n in range(len(history))], GREEDY)
+        started = 0
         async with anyio.create_task_group() as tasks:
             for action, n in history:
-                if action == "s" and len(started) < len(history):
-                    started.append(len(started))
-                    tasks.start_soon(paced._generate, started[-1])
+                if action == "s":
+                    tasks.start_soon(paced.generate, started)
+                    started += 1
                 elif action == "a":
                     await engine.abort(paced.samples[n : n + 1])
-                elif action == "c" and n < len(started):
+                elif action == "c" and n < started:
                     paced.scopes[n].cancel()
                 elif action == "p":
                     await engine.pause()
@@ -397,11 +492,10 @@ def test_any_history_leaves_the_engine_idle_and_every_response_right(history: li
                     await anyio.lowlevel.checkpoint()
             await engine.resume()
         for n, completion in paced.completions.items():
-            expected = whole[texts[n % 8]][: len(completion.tokens)]
-            assert completion.tokens == expected
-            assert completion.status is SampleStatus.ABORTED or len(expected) == len(whole[texts[n % 8]])
+            assert completion.tokens == whole[n % 8][: len(completion.tokens)]
+            assert completion.status is SampleStatus.ABORTED or len(completion.tokens) == len(whole[n % 8])
 
-    anyio.run(scenario)
+    anyio.run(scenario, backend=backend)
     assert (engine.in_flight, engine._driver) == (0, None)
 
 
@@ -484,30 +578,3 @@ async def test_weights_without_finite_logits_fail_the_request() -> None:
     with pytest.raises(FloatingPointError, match="sample 3: weights '0' give logits that are not finite"):
         await engine.generate(Sample(prompt="12=", index=3), {})
     assert (engine.in_flight, engine._driver) == (0, None)
-
-
-async def test_an_aborted_request_gives_the_tokens_it_has() -> None:
-    engine = small()
-    whole = await engine.generate(Sample(prompt="12=", rollout_id=8), GREEDY)
-    paced = Paced(engine, prompts("12="), GREEDY)
-    async with paced.run():
-        await paced.steps(3)
-        await engine.abort(paced.samples)
-    aborted = paced.completions[0]
-    assert aborted.log_probs is not None
-    assert len(aborted.tokens) == len(aborted.log_probs) >= 3
-    assert list(whole.tokens[: len(aborted.tokens)]) == list(aborted.tokens)
-    assert engine.in_flight == 0
-
-
-async def test_spans_say_which_weights_made_which_tokens() -> None:
-    engine = small()
-    paced = Paced(engine, prompts("12="), GREEDY)
-    async with paced.run():
-        await paced.steps(3)
-        await engine.update_weights(engine.model.state_dict(), "1")
-    completion = paced.completions[0]
-    first, second = completion.weight_versions
-    assert (first.version, first.start, second.version) == ("0", 0, "1")
-    assert first.end == second.start >= 3
-    assert second.end == len(completion.tokens)
