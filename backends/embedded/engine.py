@@ -236,12 +236,18 @@ class EmbeddedEngine:
     # Steps
 
     async def _gather(self) -> None:
-        """Let those ask who are about to: a step for many takes hardly longer than a step for one."""
-        while True:
+        """Let those ask who are about to: a step for many takes hardly longer than a step for one.
+
+        Two turns of the loop without a new request end this, as does a full batch. One would not do: whoever asks may
+        have woken the next one, who gets the loop in the turn after.
+        """
+        quiet = 0
+        while quiet < 2:
             waiting = len(self._waiting)
             await anyio.lowlevel.checkpoint()
-            if len(self._waiting) == waiting or self.in_flight >= self.max_batch:
+            if self.in_flight >= self.max_batch:
                 return
+            quiet = quiet + 1 if len(self._waiting) == waiting else 0
 
     def _step(self) -> None:
         """One more token for every request in the batch, which first takes in those that wait."""
