@@ -192,7 +192,10 @@ def test_prompts_that_are_missing_fail_the_run(project: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_interrupt_shuts_down_cleanly(project: Path, backend: str) -> None:
-    command = [sys.executable, "-c", "from eventbus.cli import main; main()", "run", "run.toml", "--quiet"]
+    # A suite that runs in the background of a shell has SIGINT ignored, and would hand that on.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from eventbus.cli import main; main()"
+    command = [sys.executable, "-c", program, "run", "run.toml", "--quiet"]
     command += ["--set", "trainer.wait_at=1", "--set", f"run.backend={backend}"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
