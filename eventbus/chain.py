@@ -8,7 +8,6 @@ After every stage the sample is whole again (`settle`): columns packed, lengths 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from inspect import isawaitable
 from time import perf_counter
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 from eventbus.columns import LogProbs, LossMask, Tokens
 from eventbus.context import RolloutContext, _current
-from eventbus.events import changes, light
+from eventbus.events import LightSample, light
 from eventbus.sample import Sample, SampleStatus
 from eventbus.stage import ContractError, Drop, Dropped, Stage
 from eventbus.workers import TimeSlice, WorkerPool
@@ -40,11 +39,11 @@ class StageRun(Protocol):
     entry: int | None
     """Position of the outermost wrapper that is open."""
 
-    def generated(self, sample: Sample, resume_at: int | None) -> None:
+    def generated(self, stage: Stage, sample: Sample, resume_at: int | None) -> None:
         """An engine has answered; the sample could be taken up again at stage `resume_at` of this segment."""
 
-    def applied(self, stage: Stage, seconds: float, changed: Any) -> None:
-        """A stage is done; `changed` is `events.changes(...)`."""
+    def applied(self, stage: Stage, seconds: float, before: LightSample, result: Sample | list[Sample] | Drop) -> Any:
+        """A stage is done. The sample's light form."""
 
 
 class Segment:
@@ -118,6 +117,7 @@ class SampleChain:
         place, time_slice, traced = run.context, self._slice, self._traced
         _current.set(place)
         stage: Stage | None = None
+        before = light(sample) if traced else None
         try:
             while at < stop:
                 stage, call = calls[at]
@@ -127,7 +127,8 @@ class SampleChain:
                     await self._pool.turn()
                     now = perf_counter()
                 place.stage, place.since = stage.name, now
-                before = light(sample) if traced else None
+                if before is not None:
+                    place.attempts, place.waited = 1, 0.0
                 if stage.wraps:
                     if run.entry is None:
                         run.entry = at - 1
@@ -137,6 +138,8 @@ class SampleChain:
                     if isawaitable(result):
                         result = await result
                     if type(result) is Drop:
+                        if before is not None:
+                            run.applied(stage, perf_counter() - now, before, result)
                         return result
                     if result is not None and not isinstance(result, Sample):
                         raise _foreign(stage, sample, result)
@@ -153,10 +156,10 @@ class SampleChain:
                 ):
                     settle(sample, stage.name)
                 if before is not None:
-                    run.applied(stage, perf_counter() - now, changes(before, sample))
+                    before = run.applied(stage, perf_counter() - now, before, sample)
                 if place.generated:
                     place.generated = False
-                    run.generated(sample, at - 1 if run.entry is None else run.entry)
+                    run.generated(stage, sample, at - 1 if run.entry is None else run.entry)
                     if place.closing:
                         return sample
                 if sample.status is _ABORTED:
@@ -199,18 +202,20 @@ class SampleChain:
             inner = result  # type: ignore[assignment]
             return inner
 
-        started = time.perf_counter()
+        started = perf_counter()
         result = await call(sample, call_next)
         if result is None:
             result = inner
+        before = light(inner) if self._traced else None
         if type(result) is Drop:
+            if before is not None:
+                run.applied(stage, perf_counter() - started, before, result)
             return result
         if not isinstance(result, Sample):
             raise _foreign(stage, sample, result)
-        before = light(inner) if self._traced else None
         settle(result, stage.name)
         if before is not None:
-            run.applied(stage, time.perf_counter() - started, changes(before, result))
+            run.applied(stage, perf_counter() - started, before, result)
         return result
 
     async def _fan_out(
@@ -218,6 +223,8 @@ class SampleChain:
     ) -> Sample | list[Sample] | Drop:
         place = run.context
         place.stage, place.since = stage.name, perf_counter()
+        place.attempts, place.waited = 1, 0.0
+        before = light(sample) if self._traced else None
         try:
             result = call(sample)
             if isawaitable(result):
@@ -225,6 +232,8 @@ class SampleChain:
             if result is None:
                 result = sample
             if type(result) is Drop:
+                if before is not None:
+                    run.applied(stage, perf_counter() - place.since, before, result)
                 return result
             if isinstance(result, list):
                 if not result:
@@ -238,14 +247,18 @@ class SampleChain:
                 if len(set(map(id, result))) != len(result):
                     raise ContractError(f"stage {stage.name!r} returned the same sample twice: copy it, sample.copy()")
                 aborted = [child for child in result if child.status is _ABORTED]
+                if before is not None:
+                    run.applied(stage, perf_counter() - place.since, before, result)
                 if place.generated:
                     place.generated = False
                     for child in result:
-                        run.generated(child, None)
+                        run.generated(stage, child, None)
                 return aborted[0] if aborted else result
             if not isinstance(result, Sample):
                 raise _foreign(stage, sample, result)
             settle(result, stage.name)
+            if before is not None:
+                run.applied(stage, perf_counter() - place.since, before, result)
             return result
         except Dropped as dropped:
             return dropped.drop

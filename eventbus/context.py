@@ -35,6 +35,10 @@ class RolloutContext:
     """The sample as that engine knows it."""
     generated = False
     """An engine has answered since the stage began."""
+    attempts = 1
+    """Times that the stage was tried so far."""
+    waited = 0.0
+    """Seconds that the stage waited before it could begin."""
     closing = False
     """The rollout has all it needs: begin nothing long, return the sample with status ABORTED."""
 

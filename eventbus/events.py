@@ -7,8 +7,9 @@
 
 An event holds values of the moment it was built: what the stream changes later does not change it. Tensors and arrays
 are the exception, they are shared. It is light: the per-token columns of a sample appear as length and CRC-32, its
-multimodal and replay fields not at all. In the fields of an event, `index` and `execution` are `Sample.index` and
-`Sample.rollout_id`. Times that took are in seconds.
+multimodal and replay fields not at all. An event with `samples` shows samples; an observer with `observe_samples` gets
+them whole. In the fields of an event, `index` and `execution` are `Sample.index` and `Sample.rollout_id`. Times that
+took are in seconds.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class RolloutStarted(_Known, frozen=True, kw_only=True, omit_defaults=True):
     target: int
     """Groups that the batch will have."""
     group_size: int
-    max_rounds: int
+    batch: dict[str, Any] = {}
+    """The fields of the `BatchSpec`."""
 
 
 class RolloutFinished(_Known, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,42 +110,59 @@ class GroupSubmitted(_Known, frozen=True, kw_only=True, omit_defaults=True):
     executions: list[int]
     indices: list[int]
     """`Sample.index` of each execution."""
+    samples: list[list[LightSample]] = []
+    """First the prompt's sample, alone in its list. Behind it, for a recycled group, what each execution has already:
+    the samples of a finished one, a partial one, or nothing."""
 
 
 class SampleGenerated(_Known, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine has answered."""
+    """An engine has answered, and the stage that asked it is done."""
 
     group_index: int
     index: int
     execution: int
+    stage: str
     status: SampleStatus
     response_length: int
     weight_versions: list[WeightSpan] = []
-    meta: dict[Any, Any] = {}
-    """What the engine said beside the response."""
     seconds: float
+    samples: list[list[LightSample]] = []
+    """The one sample."""
 
 
 class StageApplied(_Known, frozen=True, kw_only=True, omit_defaults=True):
-    """A sample went through a stage."""
+    """A sample or a group went through a stage."""
 
     group_index: int
-    index: int
-    execution: int
+    index: int | None = None
+    """None for a group stage, as is `execution`."""
+    execution: int | None = None
     child: int = 0
     """0 for the execution's own sample, 1 and up for those that a stage fanned out."""
     stage: str
     seconds: float
+    waited: float = 0.0
+    """Of `seconds`: until a limit let it begin."""
+    attempts: int = 1
+    worker: int | None = None
+    """Number of the worker that ran it; None where the rollout's own task did."""
     changed: dict[str, Any] = {}
-    """New values of the changed light fields by name. Read back, they are plain lists, dicts and numbers."""
+    """New values of the sample's changed light fields by name. Read back, they are plain lists, dicts and numbers."""
     columns: dict[str, ColumnMark | None] = {}
     """New marks of the changed columns by name; None for one that is gone."""
+    dropped: str | None = None
+    """The reason, where the stage dropped what it got."""
+    samples: list[list[LightSample]] = []
+    """What the stage left, where it could not be told from running it again: it is marked `external`, or it fanned out
+    (the children in one list). For a group, the samples of each execution."""
 
 
 class GroupCompleted(_Known, frozen=True, kw_only=True, omit_defaults=True):
     """All executions of a group are through the sample stages."""
 
     group_index: int
+    at: int = 0
+    """Group stages that a carried group has been through in an earlier rollout."""
     samples: list[list[LightSample]]
     """Per execution."""
 
@@ -257,18 +276,18 @@ def light(sample: Sample) -> LightSample:
     return LightSample(twin, _marks(sample))
 
 
-def changes(before: LightSample, after: Sample) -> tuple[dict[str, Any], dict[str, ColumnMark | None]]:
+def changes(before: LightSample, after: LightSample) -> tuple[dict[str, Any], dict[str, ColumnMark | None]]:
     """The light fields that differ with their new values, and the columns that differ with their new marks.
 
     Compares values, not objects, so that edits in place show up. An array or tensor in a nested field counts as
     unchanged only when it is the same object.
     """
-    sample = before.sample
-    fields = {name: copied(value) for name in _LIGHT if not _same(getattr(sample, name), value := getattr(after, name))}
+    old, new = before.sample, after.sample
+    fields = {name: value for name in _LIGHT if not _same(getattr(old, name), value := getattr(new, name))}
     marks: dict[str, ColumnMark | None] = {
-        name: mark for name, mark in _marks(after).items() if before.columns.get(name) != mark
+        name: mark for name, mark in after.columns.items() if before.columns.get(name) != mark
     }
-    marks.update((name, None) for name in before.columns if getattr(after, name) is None)
+    marks.update((name, None) for name in before.columns if name not in after.columns)
     return fields, marks
 
 

@@ -3,18 +3,23 @@
 An observer is an object with `kinds` (a collection of event kinds) and `observe(event)`, called on the event loop in
 the order of `seq`; it must not block. If it is a context manager, sync or async, the pipeline enters and exits it.
 An error that it raises ends the rollout that the event belongs to: a recorder that cannot write is no detail.
+
+Two methods are optional. `observe_samples(event, samples)` is called instead of `observe` for an event that shows
+samples, with those samples in the order of `event.samples`; they go on changing, so it copies what it keeps.
+`attach(pipeline)` is called each time before the pipeline enters, and before the observer itself is entered.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import anyio
 
-from eventbus.events import EVENT_KINDS, Event
+from eventbus.events import EVENT_KINDS, Event, light
+from eventbus.sample import Sample
 
 __all__ = ["EventHub", "EventStream", "Observer"]
 
@@ -60,14 +65,19 @@ class EventHub:
         """Whether building this kind of event is worth it."""
         return kind in self._by_kind
 
-    def emit(self, kind: str, rollout_id: int, evaluation: bool, **fields: Any) -> None:
+    def emit(
+        self, kind: str, rollout_id: int, evaluation: bool, shown: Sequence[Sequence[Sample]] = (), **fields: Any
+    ) -> None:
         """Build the event and hand it out, if somebody asked for it.
 
+        :param shown: the samples that the event shows in their light form.
         :raises Exception: what an observer raises, after all have seen the event.
         """
         observers = self._by_kind.get(kind)
         if observers is None:
             return
+        if shown:
+            fields["samples"] = [[light(sample) for sample in execution] for execution in shown]
         event = EVENT_KINDS[kind](
             seq=self._seq, time_ns=time.time_ns(), rollout_id=rollout_id, evaluation=evaluation, **fields
         )
@@ -75,7 +85,10 @@ class EventHub:
         first: Exception | None = None
         for observer in tuple(observers):
             try:
-                observer.observe(event)
+                if shown and (whole := getattr(observer, "observe_samples", None)) is not None:
+                    whole(event, shown)
+                else:
+                    observer.observe(event)
             except Exception as error:
                 error.add_note(f"raised by the observer {type(observer).__name__} at event {event.seq} ({kind})")
                 first = first or error

@@ -162,7 +162,10 @@ class Rollout:
     async def run(self) -> None:
         """Fill the batch. Never raises but for a cancellation from outside: what went wrong is in `error`."""
         self.emit(
-            "rollout_started", target=self.spec.groups, group_size=self.group_size, max_rounds=self.spec.max_rounds
+            "rollout_started",
+            target=self.spec.groups,
+            group_size=self.group_size,
+            batch=msgspec.to_builtins(self.spec),
         )
         try:
             with self._scope:
@@ -268,6 +271,7 @@ class Rollout:
         self._enter(work, resumption.origin)
         if resumption.group is not None:
             work.group, work.at = resumption.group, resumption.at
+            self.emit("group_completed", group_index=work.index, at=work.at, shown=work.group.executions)
             self.arrived(work)
             return
         for execution in work.executions:
@@ -292,6 +296,7 @@ class Rollout:
                 origin=origin,
                 executions=[execution.id for execution in executions],
                 indices=[first + execution.position for execution in executions],
+                shown=[[work.prototype], *map(_what_it_has, executions if origin == "recycled" else ())],
             )
 
     # What jobs report
@@ -429,6 +434,7 @@ class Rollout:
         group = work.group
         assert group is not None
         before = group.verdict
+        started = perf_counter()
         offered = {"remaining": self.ledger.remaining, "target": self.spec.groups} if stage.counts else {}
         count = {name: value for name, value in offered.items() if name in stage.wants}
         try:
@@ -455,6 +461,18 @@ class Rollout:
         if isinstance(result, Group):
             group = work.group = result
         work.at += 1
+        if self.runtime.hub.wants("stage_applied"):
+            self.emit(
+                "stage_applied",
+                group_index=work.index,
+                stage=stage.name,
+                seconds=perf_counter() - started,
+                waited=job.context.waited,
+                attempts=job.context.attempts,
+                worker=None if job.worker is None else job.worker.number,
+                dropped=result.reason if isinstance(result, Drop) else None,
+                shown=group.executions if stage.external else (),
+            )
         if stage.counts:
             if group.verdict is None or group.verdict is before:
                 reason = result.reason if isinstance(result, Drop | Hold) else None
@@ -483,6 +501,7 @@ class Rollout:
     ) -> Any:
         _current.set(job.context)
         job.context.stage, job.context.since = stage.name, perf_counter()
+        job.context.attempts, job.context.waited = 1, 0.0
         try:
             result = call(group, **count)
             return await result if isawaitable(result) else result
@@ -805,6 +824,13 @@ class Rollout:
             kept_reward_mean=sum(rewards) / len(rewards) if rewards else None,
             seconds=self.now(),
         )
+
+
+def _what_it_has(execution: Execution) -> list[Sample]:
+    """The samples with which a recycled execution begins."""
+    if execution.done:
+        return execution.samples
+    return [execution.checkpoint[0]] if execution.checkpoint is not None else []
 
 
 def _check_group(group: Group, stage: Stage) -> None:

@@ -15,7 +15,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from eventbus.context import RolloutContext
-from eventbus.events import light
+from eventbus.events import LightSample, changes, light
 from eventbus.group import Group
 from eventbus.ledger import Outcome
 from eventbus.sample import Sample, SampleStatus
@@ -222,9 +222,7 @@ class GroupWork:
         """All executions are through: the group stages are next."""
         rollout = self.rollout
         self.group = Group(self.index, self.prototype.prompt, [e.samples for e in self.executions if e.done])
-        if rollout.runtime.hub.wants("group_completed"):
-            light_form = [[light(sample) for sample in execution] for execution in self.group.executions]
-            rollout.emit("group_completed", group_index=self.index, samples=light_form)
+        rollout.emit("group_completed", group_index=self.index, shown=self.group.executions)
         return rollout.completed(self)
 
 
@@ -325,7 +323,7 @@ class SampleJob:
         self.followed_by = job
         return job.run()
 
-    def generated(self, sample: Sample, resume_at: int | None) -> None:
+    def generated(self, stage: Stage, sample: Sample, resume_at: int | None) -> None:
         if self.cancelled:
             return
         rollout = self.work.rollout
@@ -335,20 +333,28 @@ class SampleJob:
                 group_index=self.work.index,
                 index=sample.index,
                 execution=self.execution.id,
+                stage=stage.name,
                 status=sample.status,
                 response_length=sample.response_length,
                 weight_versions=list(sample.weight_versions),
                 seconds=rollout.now() - self.context.since,
+                shown=[[sample]],
             )
         if self.segment == 0:
             self.resume_at = resume_at
             if resume_at is not None and rollout.spec.unfinished == "recycle" and not self.context.closing:
                 self.execution.checkpoint = (sample.copy(), resume_at)
 
-    def applied(self, stage: Stage, seconds: float, changed: Any) -> None:
+    def applied(
+        self, stage: Stage, seconds: float, before: LightSample, result: Sample | list[Sample] | Drop
+    ) -> LightSample:
+        after = light(result) if isinstance(result, Sample) else before
         if self.cancelled:
-            return
-        fields, columns = changed
+            return after
+        fields, columns = changes(before, after)
+        shown = result if isinstance(result, list) else []
+        if isinstance(result, Sample) and stage.external:
+            shown = [result]
         self.work.rollout.emit(
             "stage_applied",
             group_index=self.work.index,
@@ -357,9 +363,15 @@ class SampleJob:
             child=self.position + 1 if self.segment else 0,
             stage=stage.name,
             seconds=seconds,
+            waited=self.context.waited,
+            attempts=self.context.attempts,
+            worker=None if self.worker is None else self.worker.number,
             changed=fields,
             columns=columns,
+            dropped=result.reason if isinstance(result, Drop) else None,
+            shown=[shown] if shown else (),
         )
+        return after
 
     def cancel(self) -> None:
         self.cancelled = True

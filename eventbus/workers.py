@@ -15,6 +15,7 @@ What it keeps true:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections import deque
@@ -52,9 +53,10 @@ class Job(Protocol):
 class Worker:
     """One task of the pool, and the way to end it in the middle of a job."""
 
-    __slots__ = ("cancelled", "scope")
+    __slots__ = ("cancelled", "number", "scope")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.scope = anyio.CancelScope()
         self.cancelled = False
 
@@ -182,6 +184,7 @@ class WorkerPool:
         self._parked: list[_Parking] = []
         self._awake = 0  # workers that are on their way to look for a job
         self.workers = 0
+        self._numbers = itertools.count()
         self.slice = TimeSlice()
 
     def put(self, job: Job) -> None:
@@ -212,7 +215,7 @@ class WorkerPool:
     async def _work(self) -> None:
         jobs, time_slice = self._jobs, self.slice
         looking = True  # counted in _awake
-        worker = Worker()
+        worker = Worker(next(self._numbers))
         try:
             with worker.scope:
                 while not worker.cancelled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.to_thread
@@ -20,7 +20,8 @@ from eventbus.sample import Completion, Sample
 from eventbus.stage import CallNext, ContractError, DeclaredStage, Drop, Dropped
 from eventbus.workers import WorkerDied
 from middleware.generate import Generate
-from tests.streams import Log, batches, endless, engine, some
+from middleware.stages import group_stage, sample_stage
+from tests.streams import Log, batches, endless, engine, kind_of, some
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual_time]
 
@@ -598,6 +599,75 @@ async def test_stage_applied_names_what_changed() -> None:
     assert set(generated.columns) == {"tokens", "rollout_log_probs"}
     assert changed.changed == {"reward": 1.0, "metadata": {"in place": True}}
     assert changed.columns == {}
+
+
+async def test_stage_applied_says_what_a_drop_a_fan_out_and_an_external_stage_left() -> None:
+    def split(sample: Sample) -> list[Sample]:
+        return [sample, sample.copy()]
+
+    def some_go(sample: Sample) -> Drop | None:
+        return Drop("second") if sample.index == 2 else None
+
+    def asked(sample: Sample) -> None:
+        sample.reward = 0.5
+
+    def of_a_group(group: Group) -> None: ...
+
+    log = Log("stage_applied")
+    stages = [split, sample_stage(asked, external=True), some_go, group_stage(of_a_group, external=True)]
+    pipeline = Pipeline(endless(2), stages, BatchSpec(1, min_group_size=1), observers=[log])
+    await batches(pipeline)
+    first, *_ = (event for event in log.events if event.stage == "split")
+    assert [len(children) for children in first.samples] == [2]
+    external = [event for event in log.events if event.stage == "asked"]
+    assert {(event.index, event.child, event.samples[0][0].sample.reward) for event in external} == {  # 4 ends with 2
+        (2, 1, 0.5), (3, 1, 0.5), (5, 2, 0.5),
+    }  # fmt: skip
+    assert [(event.index, event.dropped) for event in log.events if event.dropped] == [(2, "second")]
+    group = log.events[-1]
+    assert (group.stage, group.index, group.group_index) == ("of_a_group", None, 0)
+    assert [[one.sample.index for one in samples] for samples in group.samples] == [[3, 5]]
+    assert all(event.worker is not None for event in log.events)
+
+
+async def test_a_stage_that_left_nothing_external_is_not_repeated_in_its_event() -> None:
+    log = Log("stage_applied")
+    await batches(plain(observers=[log]))
+    assert all(event.samples == [] for event in log.events)
+
+
+async def test_submitted_groups_show_their_prompt_and_generated_samples_are_shown() -> None:
+    log = Log("group_submitted", "sample_generated")
+    await batches(plain(size=1, groups=1, observers=[log]))
+    submitted, generated = log.events
+    assert submitted.samples[0][0].sample.prompt == "prompt 0"
+    assert generated.stage == "Generate"
+    assert set(generated.samples[0][0].columns) == {"tokens", "rollout_log_probs"}
+
+
+async def test_an_observer_that_wants_whole_samples_gets_them() -> None:
+    class Whole(Log):
+        pipelines: ClassVar[list[Pipeline]] = []
+        tokens: ClassVar[list[list[int]]] = []
+
+        def attach(self, pipeline: Pipeline) -> None:
+            assert not self.events
+            self.pipelines.append(pipeline)
+
+        def observe_samples(self, event: Any, samples: list[list[Sample]]) -> None:
+            self.events.append(event)
+            assert [[one.sample.index for one in each] for each in event.samples] == [
+                [sample.index for sample in each] for each in samples
+            ]
+            if kind_of(event) == "group_completed":
+                self.tokens.extend(sample.tokens.tolist() for each in samples for sample in each)
+
+    whole = Whole()
+    pipeline = plain(size=2, groups=1, observers=[whole])
+    await batches(pipeline)
+    assert whole.pipelines == [pipeline]
+    assert whole.tokens == [[0], [0]]
+    assert [event.seq for event in whole.events] == list(range(len(whole.events)))
 
 
 async def test_event_stream_skips_and_counts_what_is_not_read() -> None:

@@ -27,7 +27,7 @@ class Stream:
         return event
 
     def started(self, target: int = 2) -> Event:
-        return self.event(RolloutStarted, target=target, group_size=1, max_rounds=1)
+        return self.event(RolloutStarted, target=target, group_size=1)
 
     def submitted(self) -> Event:
         return self.event(GroupSubmitted, group_index=0, round=1, origin="new", executions=[0], indices=[0])

@@ -13,7 +13,7 @@ from eventbus.pipeline import Pipeline
 from eventbus.sample import Completion, Sample, SampleStatus
 from eventbus.stage import ContractError, Drop, Hold
 from middleware.generate import Generate
-from tests.streams import Log, batches, endless, engine, rewarded, some, strict
+from tests.streams import Log, batches, endless, engine, kind_of, rewarded, some, strict
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual_time]
 
@@ -115,13 +115,15 @@ async def test_surplus_is_counted_and_thrown_away() -> None:
 
 
 async def test_surplus_is_carried_into_the_next_batch() -> None:
-    log = Log("group_submitted")
+    log = Log("group_submitted", "group_completed")
     spec = BatchSpec(2, over_sampling=3, surplus="carry")
     first, second = await batches(Pipeline(endless(), [Generate(engine())], spec, observers=[log]), 2)
     assert (first.summary.surplus, first.summary.carried) == (0, 1)
-    carried = next(event for event in log.events if event.origin == "carried")
+    carried = next(event for event in log.of("group_submitted") if event.origin == "carried")
     assert carried.rollout_id == 1
     assert carried.group_index in [group.index for group in second.groups]
+    again = log.events[log.events.index(carried) + 1]  # each rollout's events stand for themselves
+    assert (kind_of(again), again.rollout_id, again.group_index) == ("group_completed", 1, carried.group_index)
 
 
 class Slow:
@@ -177,12 +179,15 @@ async def test_recycled_group_keeps_the_results_of_finished_siblings() -> None:
     def mark(sample: Sample) -> None:
         marked.append(sample.index)
 
-    spec = BatchSpec(2, over_sampling=3, unfinished="recycle")
-    first, second = await batches(Pipeline(endless(2), [Generate(engine(delay, 10)), mark], spec), 2)
+    spec, log = BatchSpec(2, over_sampling=3, unfinished="recycle"), Log("group_submitted")
+    stages = [Generate(engine(delay, 10)), mark]
+    first, second = await batches(Pipeline(endless(2), stages, spec, observers=[log]), 2)
     assert [group.index for group in first.groups] == [0, 1]
     assert 2 in [group.index for group in second.groups]
     assert (asked.count(4), asked.count(5)) == (1, 2)
     assert (marked.count(4), marked.count(5)) == (1, 1)
+    recycled = next(event for event in log.events if event.origin == "recycled")
+    assert [[one.columns["tokens"][0] for one in samples] for samples in recycled.samples] == [[0], [10], [1]]
 
 
 async def test_recycled_sample_past_its_engine_is_not_generated_again() -> None:

@@ -96,9 +96,10 @@ batches = st.builds(Batch, counts, st.lists(groups, max_size=2), summaries)
 head: dict[str, Any] = {"seq": counts, "time_ns": counts, "rollout_id": counts, "evaluation": st.booleans()}
 marks = st.dictionaries(texts, st.none() | st.tuples(counts, counts), max_size=2)
 numbers = st.lists(counts, max_size=3)
+shown = st.lists(st.lists(samples.map(light), max_size=2), max_size=2)
 one: dict[str, Any] = {"group_index": counts, "index": counts, "execution": counts, "seconds": floats}
 events: st.SearchStrategy[Event] = st.one_of(
-    st.builds(RolloutStarted, **head, target=counts, group_size=counts, max_rounds=counts),
+    st.builds(RolloutStarted, **head, target=counts, group_size=counts, batch=dicts),
     st.builds(RolloutFinished, **head, summary=st.none() | summaries, error=st.none() | texts),
     st.builds(
         GroupSubmitted,
@@ -108,24 +109,38 @@ events: st.SearchStrategy[Event] = st.one_of(
         origin=st.sampled_from(["new", "carried", "recycled", "restarted"]),
         executions=numbers,
         indices=numbers,
+        samples=shown,
     ),
     st.builds(
         SampleGenerated,
         **head,
         **one,
+        stage=texts,
         status=st.sampled_from(SampleStatus),
         response_length=counts,
         weight_versions=spans,
-        meta=dicts,
+        samples=shown,
     ),
     st.builds(
-        StageApplied, **head, **one, child=counts, stage=texts, changed=st.dictionaries(texts, plain), columns=marks
+        StageApplied,
+        **head,
+        **one,
+        child=counts,
+        stage=texts,
+        waited=floats,
+        attempts=counts,
+        worker=st.none() | counts,
+        changed=st.dictionaries(texts, plain),
+        columns=marks,
+        dropped=st.none() | texts,
+        samples=shown,
     ),
     st.builds(
         GroupCompleted,
         **head,
         group_index=counts,
-        samples=st.lists(st.lists(samples.map(light), max_size=2), max_size=2),
+        at=counts,
+        samples=shown,
     ),
     st.builds(GroupJudged, **head, group_index=counts, stage=texts, verdict=verdicts, held=st.booleans()),
     st.builds(
@@ -304,7 +319,6 @@ class _Newer(msgspec.Struct, tag_field="kind", tag="rollout_started"):
     rollout_id: int = 3
     target: int = 4
     group_size: int = 5
-    max_rounds: int = 6
     priority: dict[str, Any] = msgspec.field(default_factory=lambda: {"deep": [msgspec.msgpack.Ext(99, b"?")]})
 
 
@@ -317,7 +331,7 @@ def _from_version(version: int, value: Any) -> bytes:
 
 def test_unknown_fields_are_skipped() -> None:
     event = decode(_from_version(2, _Newer()))
-    assert event == RolloutStarted(seq=1, time_ns=2, rollout_id=3, target=4, group_size=5, max_rounds=6)
+    assert event == RolloutStarted(seq=1, time_ns=2, rollout_id=3, target=4, group_size=5)
 
 
 def test_an_unknown_kind_decodes_to_its_head() -> None:
