@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from eventbus.group import Group
-from middleware.spread import mean_and_deviations
+from middleware.spread import check_executions, deviations, scaled
 
 __all__ = ["GroupAdvantage"]
 
@@ -29,7 +29,8 @@ class GroupAdvantage:
 
     :param key: which number of a dict reward counts.
     :param eps: added to the standard deviation, in units of the reward.
-    :raises ValueError: `eps` is less than 0; when called: a reward is missing or not finite.
+    :raises ValueError: `eps` is less than 0; when called: a reward is missing or not finite, the rewards lie so far
+        apart that an advantage is not finite, or the group has no executions.
     :raises TypeError: when called: a reward is a dict and no key was given, or it is no number.
     :raises KeyError: when called: a dict reward lacks `key`.
     """
@@ -54,6 +55,7 @@ class GroupAdvantage:
                 sample.train_metadata["advantage"] = advantage
 
     def _advantages(self, group: Group) -> list[float]:
+        check_executions(group)
         rewards = group.rewards(self.key)
         for execution, reward in zip(group.executions, rewards, strict=True):
             if not math.isfinite(reward):
@@ -63,12 +65,19 @@ class GroupAdvantage:
                     "such groups"
                 )
         n = len(rewards)
-        _, deviations = mean_and_deviations(rewards)
-        spread = math.hypot(*deviations)
+        distances, power = deviations(rewards)
+        spread = math.hypot(*distances)
         if spread == 0:
             return [0.0] * n
         # r_i - mean of the others = (r_i - mean of all) * n / (n - 1)
         scale = n / (n - 1) if self.leave_one_out else 1.0
         if self.std:
-            scale /= spread / math.sqrt(n - 1) + self.eps
-        return [deviation * scale for deviation in deviations]
+            scale /= spread / math.sqrt(n - 1) + scaled(self.eps, -power)
+            return [distance * scale for distance in distances]
+        try:
+            return [math.ldexp(distance * scale, power) for distance in distances]
+        except OverflowError:
+            raise ValueError(
+                f"group {group.index}: the rewards, from {min(rewards)} to {max(rewards)}, lie so far apart that an "
+                "advantage is not finite: scale them"
+            ) from None

@@ -8,7 +8,8 @@ where a hook has to be awaited do the samples go on side by side.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import isawaitable
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +28,7 @@ Hook: TypeAlias = Callable[..., Any] | str
 """A callable, or its import path."""
 
 
-async def apply_sample_hooks(hooks: Sequence[Hook] | None, value: Any, *, args: Any = None, **context: Any) -> Any:
+async def apply_sample_hooks(hooks: Iterable[Hook] | None, value: Any, *, args: Any = None, **context: Any) -> Any:
     """Run `hooks`, in order, on each sample in `value`, which is a sample or a nested list of samples.
 
     Without hooks `value` itself comes back, else a new list of the same shape. Samples whose hooks are async overlap;
@@ -36,14 +37,18 @@ async def apply_sample_hooks(hooks: Sequence[Hook] | None, value: Any, *, args: 
     :param args: what a hook `(args, sample)` gets first.
     :param context: keywords for the hooks, each of which gets those that its signature names, all with `**kwargs`.
         `rollout_id` and `evaluation` are those of the running stage unless given; None and False outside of one.
-    :raises TypeError: a leaf of `value` is no sample, a hook is no callable, or it returned neither a sample nor None.
+    :raises TypeError: a leaf of `value` is no sample, a hook is no callable or needs a keyword that there is not, or it
+        returned neither a sample nor None.
     :raises LoadError: an import path leads nowhere.
     :raises Exception: what a hook raises; as an ExceptionGroup when several failed side by side.
     """
+    if hooks is None:
+        return value
+    if isinstance(hooks, str) or callable(hooks):
+        raise TypeError(f"hooks is a list of callables or import paths, got one of them: write [{_shown(hooks)}]")
+    hooks = list(hooks)
     if not hooks:
         return value
-    if isinstance(hooks, str):
-        raise TypeError(f"hooks is a list of callables or import paths, got a string: write [{hooks!r}]")
     context = {**_running(), **context}
     run = _Run(hooks, [_bound(hook, args, context) for hook in hooks])
     samples = list(_leaves(value))
@@ -67,8 +72,10 @@ async def apply_sample_hooks(hooks: Sequence[Hook] | None, value: Any, *, args: 
             await run.side_by_side(waiting, samples)
     finally:
         for stopped in waiting:
-            if (close := getattr(stopped.result, "close", None)) is not None:
-                close()  # a coroutine that an error elsewhere kept from being awaited
+            # An error elsewhere may have kept a coroutine from being awaited, or a task from its end.
+            stop = getattr(stopped.result, "close", None) or getattr(stopped.result, "cancel", None)
+            if stop is not None:
+                stop()
     return _rebuilt(value, iter(samples))
 
 
@@ -152,8 +159,12 @@ def _rebuilt(value: Any, samples: Iterator[Sample]) -> Any:
 
 class _Signature(NamedTuple):
     takes_args: bool
+    taken: frozenset[str]
+    """Parameters that are filled by position."""
     names: frozenset[str] | None
-    """Keywords that it can be given; None: any."""
+    """Keywords that it can be given; None: any but those taken."""
+    needs: frozenset[str]
+    """Keywords that it cannot do without."""
 
 
 _signatures: WeakKeyDictionary[Any, _Signature] = WeakKeyDictionary()
@@ -164,9 +175,15 @@ def _bound(hook: Hook, args: Any, context: dict[str, Any]) -> Callable[[Sample],
     function = load_object(hook) if isinstance(hook, str) else hook
     if not callable(function):
         raise TypeError(f"hook {_name(hook)} is not callable: {function!r}")
-    takes_args, names = _signature(function)
+    takes_args, taken, names, needs = _signature(function)
     offered = context if takes_args else {**context, "args": args}
-    keywords = offered if names is None else {name: offered[name] for name in offered if name in names}
+    if needs and (missing := sorted(needs - offered.keys())):
+        raise TypeError(
+            f"hook {_name(hook)} needs the keyword {missing[0]!r}, there are {', '.join(sorted(offered))}: pass it to "
+            "apply_sample_hooks, or give it a default"
+        )
+    given = offered.keys() - taken if names is None else names
+    keywords = {name: offered[name] for name in offered if name in given}
     if takes_args:
         return partial(function, args, **keywords)
     return partial(function, **keywords) if keywords else function
@@ -193,15 +210,35 @@ def _read_signature(function: Callable[..., Any]) -> _Signature:
         for p in parameters
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in ("rollout_id", "evaluation")
     ]
-    required = [p for p in by_position if p.default is p.empty]
-    takes_args = (len(required) > 1 and required[0].name != "sample") or (
-        not by_position and inspect.Parameter.VAR_POSITIONAL in kinds
-    )
+    takes_args = _takes_args(by_position, inspect.Parameter.VAR_POSITIONAL in kinds)
     if not by_position and not takes_args:
         raise TypeError(f"hook {_name(function)} takes no positional parameter for the sample")
-    taken = {p.name for p in by_position[: 1 + takes_args]}
-    names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)) - taken
-    return _Signature(takes_args, None if inspect.Parameter.VAR_KEYWORD in kinds else names)
+    taken = frozenset(p.name for p in by_position[: 1 + takes_args])
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty and p.name not in taken:
+            raise TypeError(f"hook {_name(function)}: {p.name!r} is passed by keyword, move it behind the '/'")
+    by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in taken]
+    names = None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(p.name for p in by_keyword)
+    return _Signature(takes_args, taken, names, frozenset(p.name for p in by_keyword if p.default is p.empty))
+
+
+def _takes_args(by_position: Sequence[inspect.Parameter], takes_any: bool) -> bool:
+    """Whether it is `(args, sample)` and not `(sample)`: by what the parameters are called or annotated as, else by how
+    many there must be."""
+    if len(by_position) < 2:
+        return takes_any and (not by_position or by_position[0].name == "args")
+    first, second = by_position[:2]
+    if _is_for_sample(first):
+        return False
+    return first.name == "args" or _is_for_sample(second) or second.default is second.empty
+
+
+def _is_for_sample(parameter: inspect.Parameter) -> bool:
+    return parameter.name == "sample" or re.search(r"\bSample\b", str(parameter.annotation)) is not None
+
+
+def _shown(hook: Any) -> str:
+    return repr(hook) if isinstance(hook, str) else _name(hook)
 
 
 def _name(hook: Any) -> str:

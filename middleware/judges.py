@@ -2,7 +2,7 @@
 
 Those with options are made once and then called: `DynamicFilter(accuracy_band(0.1, 0.9), fallback="best")`. Reasons
 name the limit, not the value, so that a summary counts few of them. Where rewards are judged, a group with a missing or
-non-finite one is rejected as `bad_reward`.
+non-finite one is rejected as `bad_reward`. An empty group is a ValueError: an earlier stage should have dropped it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import msgspec
 from eventbus.group import Group
 from eventbus.sample import Sample, SampleStatus
 from middleware.filter import FilterDecision
-from middleware.spread import mean_and_deviations, standard_deviation
+from middleware.spread import check_executions, mean, standard_deviation
+from middleware.wrappers import at_least_one
 
 __all__ = [
     "accuracy_band",
@@ -40,6 +41,7 @@ def reward_nonzero_std(group: Group, *, key: str | None = None) -> FilterDecisio
 
     :param key: which number of a dict reward counts: `functools.partial(reward_nonzero_std, key="accuracy")`.
     """
+    check_executions(group)
     rewards = group.rewards(key)
     if not all(map(math.isfinite, rewards)):
         return _BAD_REWARD
@@ -65,22 +67,28 @@ class accuracy_band:
     The score is minus the distance from the middle of the band.
 
     :param key: which number of a dict reward counts.
-    :raises ValueError: not `low <= high`.
+    :raises ValueError: not `low <= high`, or one of them is not finite.
     """
 
     def __init__(self, low: float, high: float, key: str | None = None) -> None:
         _ordered("accuracy_band", "low", low, "high", high)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(
+                f"accuracy_band: low={low}, high={high}: a band without an end has no middle to score by; give the "
+                "least or the largest reward there is"
+            )
         self.low, self.high, self.key = low, high, key
 
     def __call__(self, group: Group) -> FilterDecision:
+        check_executions(group)
         rewards = group.rewards(self.key)
         if not all(map(math.isfinite, rewards)):
             return _BAD_REWARD
-        mean, _ = mean_and_deviations(rewards)
-        score = -abs(mean - (self.low + self.high) / 2)
-        if mean < self.low:
+        accuracy = mean(rewards)
+        score = -abs(accuracy - (self.low + self.high) / 2)
+        if accuracy < self.low:
             return FilterDecision(False, f"accuracy_below_{self.low:g}", score=score)
-        if mean > self.high:
+        if accuracy > self.high:
             return FilterDecision(False, f"accuracy_above_{self.high:g}", score=score)
         return FilterDecision(True, score=score)
 
@@ -99,11 +107,12 @@ class response_length:
         self.min, self.max = min, max
 
     def __call__(self, group: Group) -> FilterDecision:
-        mean = sum(sample.response_length for sample in group.samples) / len(group)
-        if mean < self.min:
-            return FilterDecision(False, f"response_shorter_than_{self.min}", score=mean - self.min)
-        if mean > self.max:
-            return FilterDecision(False, f"response_longer_than_{self.max}", score=self.max - mean)
+        check_executions(group)
+        length = sum(sample.response_length for sample in group.samples) / len(group)
+        if length < self.min:
+            return FilterDecision(False, f"response_shorter_than_{self.min}", score=length - self.min)
+        if length > self.max:
+            return FilterDecision(False, f"response_longer_than_{self.max}", score=self.max - length)
         return FilterDecision(True, score=0.0)
 
 
@@ -116,17 +125,16 @@ class repetition:
 
     :param n: tokens (or words) in an n-gram.
     :raises ValueError: `threshold` is not in 0 to 1, or `n` is less than 1.
+    :raises TypeError: `n` is no whole number.
     """
 
     def __init__(self, threshold: float, n: int = 4) -> None:
         _share("repetition", "threshold", threshold)
-        if n < 1:
-            raise ValueError(f"repetition: n is {n}, it must be at least 1")
-        self.threshold, self.n = threshold, n
+        self.threshold, self.n = threshold, at_least_one("repetition: n", n)
 
     def __call__(self, group: Group) -> FilterDecision:
-        samples = group.samples
-        share = sum(_repeated(_units(sample), self.n) for sample in samples) / len(samples)
+        check_executions(group)
+        share = mean([_repeated(_units(sample), self.n) for sample in group.samples])
         reason = None if share <= self.threshold else f"repetition_above_{self.threshold:g}"
         return FilterDecision(reason is None, reason, score=-share)
 
@@ -144,6 +152,7 @@ class truncation:
         self.max_share = max_share
 
     def __call__(self, group: Group) -> FilterDecision:
+        check_executions(group)
         cut = sum(execution[-1].status is SampleStatus.TRUNCATED for execution in group.executions)
         share = cut / len(group)
         reason = None if share <= self.max_share else f"truncated_above_{self.max_share:g}"
@@ -158,7 +167,7 @@ def _repeated(units: Sequence[Any], n: int) -> float:
     total = len(units) - n + 1
     if total < 1:
         return 0.0
-    return 1 - len(set(zip(*(units[start:] for start in range(n)), strict=False))) / total
+    return (total - len(set(zip(*(units[start:] for start in range(n)), strict=False)))) / total
 
 
 def _ordered(judge: str, low_name: str, low: float, high_name: str, high: float) -> None:

@@ -4,26 +4,30 @@ A wrapped stage is to the pipeline what the stage inside it is: same name, level
 async, and called like the stage inside: `await limit(ask_judge, 64)(sample, rollout_id=1)`.
 
 `timeout`, `retry` and `in_thread` run the stage on a copy, which takes the place of the original when the stage returns
-None. So a failed attempt or an abandoned thread never touches the sample that goes on. Whatever ends the wait for a
-slot of `limit`, no slot stays taken.
+None. So a failed attempt or an abandoned thread never touches the sample that goes on; what they must not do is write
+into tensors and other objects that a sample holds, which a copy shares (`Sample.copy`): they put new ones in their
+place. Whatever ends the wait for a slot of `limit`, no slot stays taken.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
+import operator
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import isawaitable
+from threading import get_ident
 from typing import Any
 
 import anyio
 
 from eventbus.context import current_rollout
 from eventbus.group import Batch, Group
-from eventbus.sample import Sample
+from eventbus.sample import Sample, copied
 from eventbus.stage import ContractError, DeclaredStage, Dropped, Stage, bind
 
 __all__ = ["in_thread", "limit", "retry", "timeout"]
@@ -32,15 +36,16 @@ __all__ = ["in_thread", "limit", "retry", "timeout"]
 def limit(stage: Callable[..., Any], n: int) -> DeclaredStage:
     """At most `n` calls of `stage` at the same time, in all rollouts together; the others wait their turn in order.
 
-    Around a stage with `call_next` it limits all that comes after it.
+    Around a stage with `call_next` it limits all that comes after it. It serves one thread at a time: pipelines that
+    run in several need one each.
 
     :raises ValueError: `n` is less than 1.
+    :raises TypeError: `n` is no whole number.
     :raises ContractError: `stage` does not bind, see `eventbus.stage.bind`.
     """
-    if n < 1:
-        raise ValueError(f"limit: n is {n}, it must be at least 1")
+    n = at_least_one("limit: n", n)
     inner = bind(stage, "limit(...)")
-    slots = _Slots(n)
+    slots = Slots(n, "limit({0}): {0} in use")
 
     async def limited(*args: Any, **kwargs: Any) -> Any:
         await slots.acquire()
@@ -96,14 +101,13 @@ def retry(
     A sample that was dropped, a broken contract and a cancellation are never retried.
 
     :param wait: seconds before the second attempt; doubled before each further one.
-    :raises ValueError: `attempts` is less than 1, or `wait` less than 0.
-    :raises TypeError: `on` holds something that is no subclass of Exception.
+    :raises ValueError: `attempts` is less than 1, or `wait` less than 0 or without end.
+    :raises TypeError: `attempts` is no whole number, or `on` holds something that is no subclass of Exception.
     :raises ContractError: `stage` does not bind, or has `call_next`.
     """
-    if attempts < 1:
-        raise ValueError(f"retry: attempts is {attempts}, it must be at least 1")
-    if not wait >= 0:
-        raise ValueError(f"retry: wait is {wait}, it must not be less than 0")
+    attempts = at_least_one("retry: attempts", attempts)
+    if not 0 <= wait < math.inf:
+        raise ValueError(f"retry: wait is {wait}, it must not be less than 0, nor without end")
     kinds: tuple[Any, ...] = on if isinstance(on, tuple) else (on,)
     for kind in kinds:
         if not (inspect.isclass(kind) and issubclass(kind, Exception)):
@@ -112,6 +116,7 @@ def retry(
 
     async def retried(*args: Any, **kwargs: Any) -> Any:
         failures: list[str] = []
+        pause = wait
         while True:
             mine, value = _on_copy(inner, args)
             try:
@@ -127,8 +132,9 @@ def retry(
                     if attempts > 1:
                         error.add_note(f"retry: the last of {attempts} attempts; before it: {'; '.join(failures[:-1])}")
                     raise
-            with _waits_for(f"retry: attempt {len(failures) + 1} of {attempts}"):
-                await anyio.sleep(wait * 2 ** (len(failures) - 1))
+            with waits_for(f"retry: attempt {len(failures) + 1} of {attempts}"):
+                await anyio.sleep(pause)
+            pause *= 2
 
     return _like(stage, inner, retried)
 
@@ -137,7 +143,8 @@ def in_thread(stage: Callable[..., Any]) -> DeclaredStage:
     """Run a plain function in a worker thread (anyio's default limit: 40 at once), so that the event loop goes on.
 
     `current_rollout()` and other context variables are seen there. On a cancellation or time-out the thread is left
-    behind: it runs to its end, and what it gives is dropped.
+    behind: it runs to its end, and what it gives is dropped. Until then it is one thread more on asyncio, which Python
+    waits for before it exits, and one of the 40 on trio: a function that may never end belongs in a process.
 
     :raises ContractError: `stage` does not bind, has `call_next`, or is async.
     """
@@ -155,28 +162,41 @@ def in_thread(stage: Callable[..., Any]) -> DeclaredStage:
 
     async def threaded(*args: Any, **kwargs: Any) -> Any:
         args, value = _on_copy(inner, args)
-        with _waits_for("a thread"):
+        with waits_for("a thread"):
             result = await anyio.to_thread.run_sync(partial(call, *args, **kwargs), abandon_on_cancel=True)
         return value if result is None else result
 
     return _like(stage, inner, threaded)
 
 
-class _Slots:
-    """A semaphore that can be made outside of an event loop. A slot is handed on in the order of asking."""
+class Slots:
+    """A semaphore that can be made outside of an event loop. A slot is handed on in the order of asking.
 
-    def __init__(self, count: int) -> None:
+    :param holder: what the watchdog is told while a stage waits; `{}` stands for the count.
+    """
+
+    def __init__(self, count: int, holder: str) -> None:
         self._count = self._free = count
+        self._holder = holder.format(count)
+        self._thread = 0
         self._waiting: deque[anyio.Event] = deque()
 
     async def acquire(self) -> None:
+        """:raises ContractError: the event loop of another thread holds a slot: one cannot wake the other."""
+        if (thread := get_ident()) != self._thread:
+            if self._free < self._count:
+                raise ContractError(
+                    f"{self._holder} by a pipeline in another thread: pipelines that run in several threads at once "
+                    "need a stage each"
+                )
+            self._thread = thread
         if self._free:
             self._free -= 1
             return
         turn = anyio.Event()
         self._waiting.append(turn)
         try:
-            with _waits_for(f"limit({self._count}): {self._count} in use"):
+            with waits_for(self._holder):
                 await turn.wait()
         except BaseException:
             if turn.is_set():  # the slot came together with the cancellation
@@ -193,7 +213,7 @@ class _Slots:
 
 
 @contextmanager
-def _waits_for(holder: str) -> Iterator[None]:
+def waits_for(holder: str) -> Iterator[None]:
     """Tell the watchdog what the running stage waits for."""
     try:
         context = current_rollout()
@@ -205,6 +225,16 @@ def _waits_for(holder: str) -> Iterator[None]:
         yield
     finally:
         context.holder = None
+
+
+def at_least_one(name: str, value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, it must be a whole number") from None
+    if number < 1:
+        raise ValueError(f"{name} is {value}, it must be at least 1")
+    return number
 
 
 def _like(stage: Callable[..., Any], inner: Stage, function: Callable[..., Awaitable[Any]]) -> DeclaredStage:
@@ -243,9 +273,12 @@ def _copied(value: Any) -> Any:
         return value.copy()
     twin = copy.copy(value)
     if isinstance(value, Group):
+        twin.prompt = copied(value.prompt)
         twin.executions = [[sample.copy() for sample in execution] for execution in value.executions]
     elif isinstance(value, Batch):
         twin.groups = [_copied(group) for group in value.groups]
+        twin.summary = copy.copy(value.summary)
+        twin.summary.dropped = dict(value.summary.dropped)
     return twin
 
 

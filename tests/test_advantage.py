@@ -70,6 +70,31 @@ def test_a_missing_reward_names_group_and_sample(reward: Any) -> None:
         advantages(GroupAdvantage(), 0.0, reward)
 
 
+@pytest.mark.parametrize("rewards", [(1.7e308, -1.7e308), (5e-324, 0.0), (0.0, 1e-310), (1e-200, 3e-200)])
+def test_the_size_of_the_rewards_does_not_matter(rewards: tuple[float, float]) -> None:
+    sign = 1 if rewards[0] > rewards[1] else -1
+    assert advantages(GroupAdvantage(eps=0), *rewards) == pytest.approx([sign * 0.5**0.5, -sign * 0.5**0.5])
+
+
+def test_one_tiny_reward_among_zeros_divides_by_no_zero() -> None:
+    rewards = [0.0] * 7 + [5e-324]
+    assert advantages(GroupAdvantage(eps=0), *rewards) == pytest.approx(advantages(GroupAdvantage(eps=0), *[0] * 7, 1))
+    assert advantages(GroupAdvantage(), *rewards) == pytest.approx([0] * 8)
+
+
+def test_rewards_too_far_apart_name_the_group() -> None:
+    assert advantages(GroupAdvantage(std=False), 1.7e308, -1.7e308) == [1.7e308, -1.7e308]
+    with pytest.raises(ValueError, match=r"group 3: the rewards, from -1.7e\+308 to 1.7e\+308, lie so far apart"):
+        advantages(GroupAdvantage(std=False, leave_one_out=True), 1.7e308, -1.7e308)
+
+
+def test_an_empty_group_is_named() -> None:
+    with pytest.raises(ValueError, match="group 3 has no executions"):
+        GroupAdvantage()(Group(3, "p", []))
+    with pytest.raises(ValueError, match="group 3 has an execution without samples"):
+        GroupAdvantage()(Group(3, "p", [[Sample(reward=1)], []]))
+
+
 def test_eps_is_checked() -> None:
     with pytest.raises(ValueError, match="eps is -1, it must not be less than 0"):
         GroupAdvantage(eps=-1)

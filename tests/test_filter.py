@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -358,6 +359,7 @@ def test_truncation() -> None:
     ("make", "message"),
     [
         (lambda: accuracy_band(0.8, 0.2), "accuracy_band: high is 0.2, less than low=0.8"),
+        (lambda: accuracy_band(0.2, math.inf), "accuracy_band: low=0.2, high=inf: a band without an end has no middle"),
         (lambda: response_length(9, 3), "response_length: max is 3, less than min=9"),
         (lambda: response_length(-1, 3), "response_length: min is -1, less than 0"),
         (lambda: repetition(1.5), "repetition: threshold is 1.5, it must be from 0 to 1"),
@@ -373,3 +375,45 @@ def test_options_are_checked(make: Callable[[], Any], message: str) -> None:
 def test_rewards_whose_sum_is_beyond_any_float_have_a_deviation() -> None:
     assert standard_deviation([8.98846567431158e307, 8.98846567431158e307, 0.0]) > 1e307
     assert standard_deviation([8.98846567431158e307, 0.0, 0.0]) > 1e307
+
+
+@pytest.mark.parametrize("size", [3, 7, 10, 30])
+def test_a_limit_that_is_met_exactly_is_met_in_any_order(size: int) -> None:
+    for right in range(size + 1):
+        band = accuracy_band(right / size, right / size)
+        rewards = [1] * right + [0] * (size - right)
+        assert band(group_of(*rewards)).keep
+        assert band(group_of(*reversed(rewards))).keep
+
+
+def test_a_share_that_is_met_exactly_is_met() -> None:
+    response = "a a a a b c d e f g"  # 3 of 10 words occurred before
+    assert repetition(0.3, n=1)(group_of(*range(7), response=response)) == FilterDecision(True, score=-0.3)
+
+
+def test_rewards_whose_difference_is_beyond_any_float_have_a_mean() -> None:
+    assert accuracy_band(0, 1)(group_of(1.7e308, -1.7e308)) == FilterDecision(True, score=-0.5)
+    assert reward_nonzero_std(group_of(1.7e308, -1.7e308)).score == sys.float_info.max
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [
+        reward_nonzero_std,
+        reward_nonzero_std_with_fallback,
+        accuracy_band(0, 1),
+        response_length(0, 9),
+        repetition(1),
+        truncation(1),
+    ],
+)
+def test_an_empty_group_is_named(judge: Callable[[Group], FilterDecision]) -> None:
+    with pytest.raises(ValueError, match=r"group 5 has no executions: .* returns Drop\(reason\)"):
+        judge(Group(5, "p", []))
+    with pytest.raises(ValueError, match="group 5 has an execution without samples"):
+        judge(Group(5, "p", [[]]))
+
+
+def test_the_words_of_an_n_gram_are_a_whole_number() -> None:
+    with pytest.raises(TypeError, match=r"repetition: n is 2\.5, it must be a whole number"):
+        repetition(0.5, n=2.5)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,8 +137,33 @@ class Method:
     __call__ = method
 
 
+def sample_by_default(args: Any = None, sample: Any = None, *, rollout_id: Any, evaluation: Any) -> None:
+    marked(sample).append((args, rollout_id, evaluation))
+
+
+def anything_after_args(args: Any, *positional: Any, **keywords: Any) -> None:
+    catch_all(args, *positional, **keywords)
+
+
+def sample_by_another_name(state: Sample, args: Any, rollout_id: Any, evaluation: Any) -> None:
+    marked(state).append((args, rollout_id, evaluation))
+
+
 @pytest.mark.parametrize(
-    "hook", [keyword_only, positional, catch_all, sample_alone, anything, Method(), Method().method], ids=repr
+    "hook",
+    [
+        keyword_only,
+        positional,
+        catch_all,
+        sample_alone,
+        anything,
+        sample_by_default,
+        anything_after_args,
+        sample_by_another_name,
+        Method(),
+        Method().method,
+    ],
+    ids=repr,
 )
 async def test_hook_shapes(hook: Callable[..., Any]) -> None:
     sample = Sample()
@@ -191,6 +217,40 @@ async def test_missing_import_path_is_an_error() -> None:
 async def test_string_instead_of_a_list_is_refused() -> None:
     with pytest.raises(TypeError, match=r"hooks is a list .* write \['a:b'\]"):
         await apply_sample_hooks("a:b", Sample())
+
+
+async def test_a_hook_instead_of_a_list_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"hooks is a list .* write \[.*keyword_only\]"):
+        await apply_sample_hooks(keyword_only, Sample())  # type: ignore[arg-type]
+
+
+async def test_hooks_may_come_out_of_an_iterator() -> None:
+    with pytest.raises(ContractError, match="return_later returned dict for sample 3"):
+        await apply_sample_hooks(iter([return_later]), Sample(index=3))
+    value = [Sample()]
+    assert await apply_sample_hooks(iter([]), value) is value
+
+
+async def test_a_keyword_that_nothing_provides_is_named_before_any_hook_runs() -> None:
+    def needy(args: Any, sample: Sample, *, strength: float) -> None: ...
+
+    called: list[Sample] = []
+    with pytest.raises(TypeError, match=r"needy needs the keyword 'strength', there are evaluation, more, rollout_id"):
+        await apply_sample_hooks([called.append, needy], Sample(), more=1)
+    assert called == []
+
+
+async def test_a_keyword_that_is_passed_by_position_only_is_named() -> None:
+    def closed(args: Any, sample: Sample, rollout_id: Any, /) -> None: ...
+
+    with pytest.raises(TypeError, match=r"closed: 'rollout_id' is passed by keyword, move it behind the '/'"):
+        await apply_sample_hooks([closed], Sample())
+
+
+async def test_context_never_takes_the_place_of_the_sample() -> None:
+    sample = Sample()
+    await apply_sample_hooks([catch_all], sample, rollout_id=1, evaluation=True, sample="other")
+    assert marked(sample) == [(None, 1, True)]
 
 
 async def test_hook_that_is_not_callable() -> None:
@@ -317,6 +377,22 @@ async def test_sync_error_leaves_no_coroutine_behind() -> None:
     with pytest.raises(RuntimeError, match="bad sample"):
         await apply_sample_hooks([mixed], [Sample(index=i) for i in range(3)])
     gc.collect()  # a coroutine that was never awaited would warn here
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_sync_error_leaves_no_task_behind() -> None:
+    tasks: list[asyncio.Task[None]] = []
+
+    def mixed(sample: Sample) -> Any:
+        if sample.index == 1:
+            raise RuntimeError("bad sample")
+        tasks.append(asyncio.ensure_future(asyncio.sleep(3600)))
+        return tasks[-1]
+
+    with pytest.raises(RuntimeError, match="bad sample"):
+        await apply_sample_hooks([mixed], [Sample(index=0), Sample(index=1)])
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
 
 
 async def test_cancellation_reaches_the_hooks() -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import sys
 import threading
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from itertools import count
 from typing import Any
 
@@ -107,6 +108,67 @@ def test_events_of_a_rollout_that_began_before_are_passed_over() -> None:
     with Progress(Console(file=output)) as progress:
         observe(progress, stream.submitted(), stream.ended("kept"), stream.finished())
     assert output.getvalue() == f"{SUMMARY}\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_output_that_is_closed_ends_the_display_and_nothing_else(is_terminal: bool) -> None:
+    output, stream = StringIO(), Stream()
+    with Progress(Console(file=output, force_terminal=is_terminal)) as progress:
+        observe(progress, stream.started())
+        output.close()
+        observe(progress, stream.submitted(), stream.finished(), stream.finished())
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_broken_pipe_does_not_end_the_program(is_terminal: bool) -> None:
+    class BrokenPipe(StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    class Exiting(Console):
+        def on_broken_pipe(self) -> None:  # as in rich, which also redirects the standard output
+            self.quiet = True
+            raise SystemExit(1)
+
+    stream = Stream()
+    with Progress(Exiting(file=BrokenPipe(), force_terminal=is_terminal)) as progress:
+        observe(progress, stream.started(), stream.submitted(), stream.finished())
+
+
+def test_the_error_of_the_body_comes_out_when_the_output_is_closed() -> None:
+    output, out = StringIO(), sys.stdout
+    with pytest.raises(KeyError), Progress(terminal(output)) as progress:
+        observe(progress, Stream().started())
+        output.close()
+        raise KeyError
+    assert sys.stdout is out
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "\xe9"), ("ascii", "\\xe9")])
+def test_what_cannot_be_printed_is_escaped_and_stays_on_its_line(encoding: str, shown: str) -> None:
+    output = TextIOWrapper(BytesIO(), encoding=encoding)
+    with Progress(Console(file=output)) as progress:
+        observe(progress, Stream().finished(None, error="ValueError: \x1b[31m\r\n\ud800 caf\xe9"))
+        output.flush()
+        assert isinstance(output.buffer, BytesIO)
+        line = output.buffer.getvalue().decode(encoding)
+    assert line == rf"rollout 7; ended by ValueError: \x1b[31m\r\n\ud800 caf{shown}" + "\n"
+
+
+def test_it_belongs_to_one_pipeline_at_a_time() -> None:
+    out, progress = sys.stdout, Progress(terminal(StringIO()))
+    for _ in range(2):
+        with progress, pytest.raises(RuntimeError, match="entered already: give each pipeline one of its own"):
+            progress.__enter__()
+        assert sys.stdout is out
+
+
+def test_two_evaluations_of_the_same_number_leave_no_line() -> None:
+    stream = Stream(evaluation=True)
+    with Progress(terminal(StringIO())) as progress:
+        observe(progress, stream.started(), stream.started(), stream.finished(), stream.finished())
+        assert progress._bars is not None
+        assert progress._bars.task_ids == []
 
 
 def test_it_has_to_be_entered() -> None:

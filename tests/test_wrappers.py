@@ -185,6 +185,24 @@ async def test_groups_and_batches_are_copied_with_their_samples(wrap: Callable[[
 
 
 @each_copying_wrapper
+async def test_what_groups_and_batches_say_of_themselves_is_copied_too(wrap: Callable[[Any], DeclaredStage]) -> None:
+    def rewrite(group: Group) -> None:
+        assert isinstance(group.prompt, list)
+        group.prompt[0]["content"] = "late"
+
+    def count(batch: Batch) -> None:
+        batch.summary.kept = 9
+        batch.summary.dropped["late"] = 1
+
+    group = Group(1, [{"content": "p"}], [[Sample()]])
+    assert (await wrap(rewrite)(group)).prompt == [{"content": "late"}]
+    assert group.prompt == [{"content": "p"}]
+    batch = Batch(1, [group], Summary(1))
+    assert (await wrap(count)(batch)).summary == Summary(1, kept=9, dropped={"late": 1})
+    assert batch.summary == Summary(1)
+
+
+@each_copying_wrapper
 async def test_value_by_keyword_is_refused(wrap: Callable[[Any], DeclaredStage]) -> None:
     with pytest.raises(TypeError, match="tag: pass the sample as a positional argument"):
         await wrap(tag)(sample=Sample(), rollout_id=1)
@@ -223,6 +241,21 @@ def test_one_limit_serves_several_event_loops() -> None:
 
     for backend in ("asyncio", "trio", "asyncio"):
         anyio.run(main, backend=backend)
+
+
+async def test_a_limit_in_two_threads_at_once_is_refused() -> None:
+    release = anyio.Event()
+
+    async def judge(sample: Sample) -> None:
+        await release.wait()
+
+    stage = limit(judge, 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stage, Sample())
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(ContractError, match=r"limit\(1\): 1 in use by a pipeline in another thread"):
+            await anyio.to_thread.run_sync(anyio.run, stage, Sample())
+        release.set()
 
 
 async def test_limit_holds_all_that_comes_after_a_stage_with_call_next() -> None:
@@ -331,11 +364,20 @@ async def test_a_slot_handed_over_together_with_a_cancellation_goes_on() -> None
         (lambda: timeout(tag, float("nan")), "timeout: seconds is nan"),
         (lambda: retry(tag, attempts=0), "retry: attempts is 0, it must be at least 1"),
         (lambda: retry(tag, wait=-1), "retry: wait is -1, it must not be less than 0"),
+        (lambda: retry(tag, wait=float("inf")), "retry: wait is inf, it must not be less than 0, nor without end"),
     ],
 )
 def test_limits_are_checked(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("number", [2.5, float("nan"), "3"])
+def test_a_number_of_calls_is_whole(number: Any) -> None:
+    with pytest.raises(TypeError, match=r"limit: n is .*, it must be a whole number"):
+        limit(tag, number)
+    with pytest.raises(TypeError, match=r"retry: attempts is .*, it must be a whole number"):
+        retry(tag, attempts=number)
 
 
 # timeout
@@ -427,6 +469,12 @@ async def test_the_last_error_goes_on_and_tells_of_the_earlier_ones() -> None:
     assert caught.value.__notes__ == [
         "retry: the last of 3 attempts; before it: OSError: failure 1; OSError: failure 2"
     ]
+
+
+async def test_any_number_of_attempts_can_be_made() -> None:
+    flaky = Flaky(1100)  # 2 ** 1100 is beyond any float
+    await retry(flaky, attempts=1200, wait=0.0)(Sample())
+    assert flaky.calls == 1101
 
 
 async def test_one_attempt_is_no_retry() -> None:
