@@ -2,32 +2,65 @@
 
     rolloutbus run run.toml --rollouts 100 --set batch.groups=16
 
-Its exit code is 0 after the run, 1 when the run failed (with the traceback at the root of it), 2 when the command line
-or the file has a mistake (one line), and 130 after Ctrl-C, which shuts the run down cleanly; a second Ctrl-C does not
-wait for that.
+Its exit code is
+
+- 0 after the run;
+- 1 when the run failed: with the traceback at the root of it, from where it leaves rolloutbus, or with one line when
+  the prompts or the rounds are at fault;
+- 2 when the command line or the file has a mistake, which is told in one line;
+- 130 after Ctrl-C, which shuts the run down cleanly; a second Ctrl-C does not wait for that. SIGTERM and SIGHUP do the
+  same, with 143 and 129. When nobody reads the output any more (`| head`), the run ends as cleanly, with 141.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
+from inspect import isawaitable
 from pathlib import Path
-from typing import Annotated
+from types import FrameType, TracebackType
+from typing import Annotated, Any, Final, NoReturn
 
 import anyio
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 from rich.console import Console
 
+from eventbus.batching import RolloutExhausted
 from eventbus.config import ConfigError, RunPlan, load_plan
 from eventbus.imports import LoadError, load_object
 from eventbus.report import Report
 
 __all__ = ["app", "main"]
 
-_WIDTH = 100  # columns of the plot, at most
+_WIDTH: Final = 100  # columns of the plot, at most
+_HERE: Final = Path(__file__).parent
+_OUTPUT_CLOSED: Final = 128 + 13  # as a program that SIGPIPE ended
+
+
+class _OutputClosed(Exception):
+    """Nobody reads the standard output any more."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        # rich would raise SystemExit, which asyncio lets out of the middle of the run: nothing would be shut down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _OutputClosed
+
+
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
+    """An integer of at least 1; cyclopts itself cuts 2.5 to 2."""
+    text = tokens[0].value
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def _version() -> str:
@@ -56,7 +89,7 @@ def run(
     config: Path,
     /,
     *,
-    rollouts: int | None = None,
+    rollouts: Annotated[int | None, Parameter(converter=_whole)] = None,
     overrides: Annotated[list[str] | None, Parameter(name="--set", negative=())] = None,
     quiet: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -86,6 +119,10 @@ def run(
         use = "my_stages:score"           # a function, beside run.toml
         timeout = 30
 
+        [[stages]]
+        use = "middleware:DynamicFilter"
+        judge = { use = "middleware:reward_nonzero_std", key = "accuracy" }   # a function, with its key bound
+
         [trainer]
         use = "backends.embedded:EmbeddedTrainer"
 
@@ -95,26 +132,73 @@ def run(
         times.
     :param quiet: show nothing but errors.
     """
-    console = Console(quiet=quiet)
-    changes = [*(overrides or ()), *([f"run.rollouts={rollouts}"] if rollouts is not None else [])]
+    with _stopped_by_signals() as stopped:
+        code = _load_and_run(config, rollouts, overrides or (), quiet, stopped)
+    sys.exit(code)
+
+
+def _load_and_run(
+    config: Path, rollouts: int | None, overrides: Sequence[str], quiet: bool, stopped: list[signal.Signals]
+) -> int:
+    console = _Console(quiet=quiet)
+    changes = [*overrides, *([f"run.rollouts={rollouts}"] if rollouts is not None else [])]
     try:
         plan = load_plan(config, changes, [] if quiet else [load_object("middleware:Progress")(console)])
         if plan.trainer is None:
             raise ConfigError(f"{config}: trainer: missing; add a section [trainer] with use = ...")
     except ConfigError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        return 2
     except Exception as error:  # raised by a module that the file names
         _print_error(error)
-        sys.exit(1)
+        return 1
+    except KeyboardInterrupt:
+        return _interrupted("before the run began", stopped)
     report = Report()
-    code = _run(plan, report)
-    if len(report):
-        _show(report, console, plan.plot)
-    sys.exit(code)
+    code = _run(plan, report, stopped)
+    if len(report) and code != _OUTPUT_CLOSED:
+        try:
+            _show(report, console, plan.plot)
+        except _OutputClosed:
+            return _OUTPUT_CLOSED
+    return code
 
 
-def _run(plan: RunPlan, report: Report) -> int:
+@contextmanager
+def _stopped_by_signals() -> Iterator[list[signal.Signals]]:
+    """SIGTERM and SIGHUP do what Ctrl-C does. What came is in the list."""
+    stopped: list[signal.Signals] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.append(signal.Signals(number))
+        signal.raise_signal(signal.SIGINT)
+
+    taken: list[signal.Signals] = []
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a shell
+        yield stopped
+        return
+    try:
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # which there are depends on the platform
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP: so be it
+                signal.signal(number, stop)
+                taken.append(number)
+    except ValueError:  # not in the main thread
+        pass
+    try:
+        yield stopped
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupted(when: str, stopped: Sequence[signal.Signals]) -> int:
+    what = f"ended by {stopped[0].name}" if stopped else "interrupted"
+    print(f"{what}; {when}", file=sys.stderr)
+    return 128 + (stopped[0] if stopped else signal.SIGINT)
+
+
+def _run(plan: RunPlan, report: Report, stopped: Sequence[signal.Signals]) -> int:
     """Run to the end, or to an error or Ctrl-C. The exit code."""
     # Models and modules stay until the end: without this each full collection walks through them (78 ms with torch).
     gc.collect()
@@ -122,9 +206,11 @@ def _run(plan: RunPlan, report: Report) -> int:
     try:
         anyio.run(partial(_train, plan, report), backend=plan.backend)
     except BaseException as error:
-        if _is_interrupt(error):
-            print(f"interrupted; rollouts trained: {len(report)}", file=sys.stderr)
-            return 130
+        if _holds(error, KeyboardInterrupt):
+            return _interrupted(f"rollouts trained: {len(report)}", stopped)
+        if _holds(error, _OutputClosed):
+            print(f"nobody reads the output any more; rollouts trained: {len(report)}", file=sys.stderr)
+            return _OUTPUT_CLOSED
         if not isinstance(error, Exception):
             raise
         _print_error(error)
@@ -135,14 +221,16 @@ def _run(plan: RunPlan, report: Report) -> int:
 async def _train(plan: RunPlan, report: Report) -> None:
     async with plan.pipeline as pipeline:
         async for batch in pipeline.rollouts(stop=plan.rollouts, ahead=plan.ahead):
-            batch.trained(await plan.trainer.train(batch))
+            result = plan.trainer.train(batch)
+            batch.trained(await result if isawaitable(result) else result)
             report.summaries.append(batch.summary)
 
 
 def _show(report: Report, console: Console, plot: Path) -> None:
     console.print(report.table())
     try:
-        console.out(report.terminal_plot(min(console.width, _WIDTH)), highlight=False)
+        if (drawn := report.terminal_plot(min(console.width, _WIDTH))) and _can_encode(drawn, console):
+            console.out(drawn, highlight=False)
         report.save(plot)
         console.out(f"plot: {plot}", highlight=False)
     except LoadError as error:
@@ -151,21 +239,54 @@ def _show(report: Report, console: Console, plot: Path) -> None:
         console.out(f"no plot at {plot}: {error.strerror}", highlight=False)
 
 
-def _is_interrupt(error: BaseException) -> bool:
+def _can_encode(text: str, console: Console) -> bool:
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _holds(error: BaseException, kind: type[BaseException]) -> bool:
     if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(KeyboardInterrupt) is not None
-    return isinstance(error, KeyboardInterrupt)
+        return error.subgroup(kind) is not None
+    return isinstance(error, kind)
 
 
 def _print_error(error: BaseException) -> None:
     """The traceback at the root. Of many failures in one group the first, then what the group says of them all."""
     group = error if isinstance(error, BaseExceptionGroup) else error.__cause__
     if not isinstance(group, BaseExceptionGroup):
-        traceback.print_exception(error)
+        if isinstance(error, RolloutExhausted) or (isinstance(error, OSError | ValueError) and _is_of_prompts(error)):
+            print(error, file=sys.stderr)  # it says what to do, and no line of a program is at fault
+        else:
+            _print_traceback(error)
         return
     root: BaseException = group
     while isinstance(root, BaseExceptionGroup):
         root = root.exceptions[0]
-    traceback.print_exception(root)
+    _print_traceback(root)
     print("\nThat was the first failure. What ended the run:\n", file=sys.stderr)
     print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """From the first frame outside of rolloutbus and of what called it; all of it when there is none."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace):
+        trace = trace.tb_next
+    if trace is None and not isinstance(error, SyntaxError):  # which names its line by itself
+        trace = error.__traceback__
+    traceback.print_exception(type(error), error, trace)
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    place = Path(trace.tb_frame.f_code.co_filename)
+    module = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    return _HERE in place.parents or module in ("importlib", "anyio", "asyncio", "trio")
+
+
+def _is_of_prompts(error: BaseException) -> bool:
+    """Whether `eventbus.prompts` itself raised it."""
+    frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1:] == ["eventbus.prompts"]

@@ -6,7 +6,13 @@
 
 A table with `use = "package.module:attribute"`, at any depth, stands for an object. A class is called with the other
 keys of the table, which are checked against the annotations of its parameters; a parameter `engine` that is not given
-gets the one of the section [engine]. Anything else that `use` names is taken as it is.
+gets the one of the section [engine]. To a function the other keys are bound, as `functools.partial` does:
+
+    judge = { use = "middleware:reward_nonzero_std", key = "accuracy" }
+
+Anything else that `use` names is taken as it is, and so is a class for a parameter annotated `type[...]`:
+
+    retry = { attempts = 3, on = [{ use = "builtins:OSError" }, { use = "httpx:HTTPError" }] }
 
 In the table of a stage the keys `name`, `external`, `on_error`, `in_thread`, `timeout`, `retry` and `limit` are no
 arguments: they wrap the stage, in this order, innermost first.
@@ -26,9 +32,10 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from os import PathLike
 from pathlib import Path, PurePath
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -46,6 +53,7 @@ _SECTIONS: Final = ("prompts", "engine", "batch", "stages", "trainer", "run", "r
 _WRAPPERS: Final = ("in_thread", "timeout", "retry", "limit")
 _CAUSED_BY_VALUES: Final = (TypeError, ValueError, ImportError, OSError)
 _NOT_SHARED: Final = object()
+_ANY_NAME: Final = inspect.Parameter.VAR_KEYWORD
 
 
 class ConfigError(ValueError):
@@ -72,7 +80,7 @@ class _Run(msgspec.Struct, frozen=True):
     rollouts: Annotated[int, msgspec.Meta(ge=1)] | None = None
     ahead: Annotated[int, msgspec.Meta(ge=0)] = 0
     backend: Literal["asyncio", "trio"] = "asyncio"
-    stall_after: float = 60.0
+    stall_after: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Seconds of silence after which the watchdog says what is waited for."""
 
 
@@ -85,7 +93,7 @@ class _Report(msgspec.Struct, frozen=True):
 class _Policy(msgspec.Struct, frozen=True):
     """The keys of a stage that change nothing of how it is called."""
 
-    name: str | None = None
+    name: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     external: bool | None = None
     on_error: OnError | None = None
 
@@ -118,7 +126,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: is not UTF-8: {error.reason} at byte {error.start}") from None
     try:
         config = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -151,7 +160,7 @@ def build(config: Mapping[str, Any], base: Path, observers: Sequence[Observer] =
     try:
         pipeline = Pipeline(prompts, stages, batch, observers=observers, stall_after=run.stall_after)
     except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(_one_line(error)) from error
     return RunPlan(pipeline, trainer, run.rollouts, run.ahead, run.backend, base / report.plot)
 
 
@@ -212,25 +221,49 @@ class _Builder:
 
     # Tables with `use`
 
-    def used(self, table: Mapping[str, Any], path: str, also: Iterable[str] = ()) -> Any:
-        """What `use` names, called with the other keys if it is a class. `also`: keys that are fine, for the errors."""
+    def used(self, table: Mapping[str, Any], path: str, also: Iterable[str] = (), annotation: Any = Any) -> Any:
+        """What `use` names: called with the other keys if it is a class, with them bound if it is a function.
+
+        :param also: keys that are fine, for the errors.
+        :param annotation: of the parameter that it is for.
+        """
         if "use" not in table:
             raise ConfigError(f"{path}.use: missing; name a class or function, as in use = 'package.module:name'")
         name = self.checked(table["use"], str, f"{path}.use")
         with _at(f"{path}.use", LoadError):
             target = load_object(name)
         arguments = {key: value for key, value in table.items() if key != "use"}
-        if inspect.isclass(target):
+        if inspect.isclass(target) and not (_takes_class(annotation) and not arguments):
             return self.called(target, arguments, path, also)
+        if inspect.isroutine(target) and arguments:
+            return self.bound(target, arguments, path, also)
         for key in arguments:
             raise ConfigError(
-                f"{path}.{key}: unknown key{_did_you_mean(key, also)}; {name} is no class, so it takes no arguments"
+                f"{path}.{key}: unknown key{_did_you_mean(key, also)}; {name} is no class and no function, so it takes "
+                "no arguments"
             )
         return target
+
+    def bound(self, function: Callable[..., Any], given: Mapping[str, Any], path: str, also: Iterable[str]) -> Any:
+        """The function with these keys filled in. What it is called with is not among them: the first parameter."""
+        with _at(path):
+            parameters = _parameters(function)
+            first = next(iter(inspect.signature(function).parameters), None)
+        free = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if name != first or parameter[0].kind in (parameter[0].KEYWORD_ONLY, parameter[0].VAR_KEYWORD)
+        }
+        return partial(function, **self.converted(free, given, path, also))
 
     def called(self, target: Callable[..., Any], given: Mapping[str, Any], path: str, also: Iterable[str] = ()) -> Any:
         with _at(path):
             parameters = _parameters(target)
+            for name, parameter in inspect.signature(target).parameters.items():
+                if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+                    raise ConfigError(
+                        f"{path}.{name}: {target.__name__} takes {name} by position only, which a file cannot give"
+                    )
         arguments = self.arguments(target, parameters, given, path, also)
         with _at(path):
             return target(**arguments)
@@ -243,33 +276,49 @@ class _Builder:
         path: str,
         also: Iterable[str] = (),
     ) -> dict[str, Any]:
-        """The keyword arguments, checked and built."""
-        named = [name for name, (parameter, _) in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
-        if len(named) == len(parameters):
-            _check_keys(path, given, named, also)
-        arguments = {}
-        for key, value in given.items():
-            built = self.built(value, f"{path}.{key}")
-            annotation = parameters[key][1] if key in named else Any
-            arguments[key] = built if _is_used(value) else self.checked(built, annotation, f"{path}.{key}")
-        for name in named:
-            if name in arguments:
+        """The keyword arguments, checked and built, with the shared engine; none may be missing."""
+        arguments = self.converted(parameters, given, path, also)
+        for name, (parameter, _) in parameters.items():
+            if name in arguments or parameter.kind is parameter.VAR_KEYWORD:
                 continue
             if name == "engine" and self.engine is not _NOT_SHARED:
                 arguments[name] = self.engine
-            elif parameters[name][0].default is inspect.Parameter.empty:
+            elif parameter.default is parameter.empty:
                 advice = "; add a section [engine]" if name == "engine" else ""
+                if name in also:
+                    advice = f"; on a stage the key {name} wraps it, so rename the parameter"
                 raise ConfigError(f"{path}.{name}: missing; {target.__name__} needs it{advice}")
         return arguments
 
-    def built(self, value: Any, path: str) -> Any:
+    def converted(
+        self,
+        parameters: Mapping[str, tuple[inspect.Parameter, Any]],
+        given: Mapping[str, Any],
+        path: str,
+        also: Iterable[str],
+    ) -> dict[str, Any]:
+        """What is given, checked against the parameters and built."""
+        named = {name: kind for name, (parameter, kind) in parameters.items() if parameter.kind is not _ANY_NAME}
+        others = [kind for parameter, kind in parameters.values() if parameter.kind is _ANY_NAME]
+        if not others:
+            _check_keys(path, given, list(named), also)
+        arguments = {}
+        for key, value in given.items():
+            annotation = named[key] if key in named else others[0]
+            built = self.built(value, f"{path}.{key}", annotation)
+            if not _is_used(value) or _is_plain(annotation):
+                built = self.checked(built, annotation, f"{path}.{key}")
+            arguments[key] = built
+        return arguments
+
+    def built(self, value: Any, path: str, annotation: Any = Any) -> Any:
         """A value with everything in it that `use` names."""
         if _is_used(value):
-            return self.used(value, path)
+            return self.used(value, path, annotation=annotation)
         if isinstance(value, dict):
             return {key: self.built(item, f"{path}.{key}") for key, item in value.items()}
         if isinstance(value, list):
-            return [self.built(item, f"{path}[{position}]") for position, item in enumerate(value)]
+            return [self.built(item, f"{path}[{position}]", annotation) for position, item in enumerate(value)]
         return value
 
     def checked(self, value: Any, annotation: Any, path: str) -> Any:
@@ -280,6 +329,14 @@ class _Builder:
         except msgspec.ValidationError as error:
             raise ConfigError(f"{_retold(error, path)}{_choices(annotation)}") from None
         except TypeError:  # an annotation beyond msgspec: who takes the value has to check it
+            if (
+                not isinstance(value, str)
+                and _is_path(annotation)
+                and isinstance(value, bool | int | float | list | dict)
+            ):
+                raise ConfigError(f"{path}: expected a path as a string, got {type(value).__name__}") from None
+            if isinstance(value, list) and any(get_origin(member) is tuple for member in _members(annotation)):
+                return tuple(value)
             return value
 
 
@@ -321,6 +378,17 @@ def _is_path(annotation: Any) -> bool:
     return any(kind is PathLike or (inspect.isclass(kind) and issubclass(kind, PurePath)) for kind in kinds)
 
 
+def _is_plain(annotation: Any) -> bool:
+    """Whether only values that TOML can write fit."""
+    kinds = [member.__origin__ if get_origin(member) is Annotated else member for member in _members(annotation)]
+    return all(kind in (bool, int, float, str, NoneType) or get_origin(kind) is Literal for kind in kinds)
+
+
+def _takes_class(annotation: Any) -> bool:
+    """Whether it holds `type[...]`, also in a tuple or list: then a class is a value."""
+    return annotation is type or get_origin(annotation) is type or any(map(_takes_class, get_args(annotation)))
+
+
 def _is_used(value: Any) -> bool:
     return isinstance(value, dict) and "use" in value
 
@@ -334,9 +402,16 @@ def _at(path: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConfigError) or not isinstance(error, kinds or _CAUSED_BY_VALUES):
+        if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}: {str(error) or type(error).__name__}") from error
+        if not isinstance(error, kinds or _CAUSED_BY_VALUES):
+            error.add_note(f"while building {path}")
+            raise
+        raise ConfigError(f"{path}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _check_keys(path: str, given: Iterable[str], known: Sequence[str], also: Iterable[str] = ()) -> None:
@@ -369,6 +444,7 @@ def _choices(annotation: Any) -> str:
 def _located(error: str, text: str) -> str:
     """tomllib's "Invalid value (at line 3, column 5)" as "3:5: invalid value"."""
     what, _, where = error.partition(" (at ")
+    what = re.sub(r"\('(.+)',?\)", lambda found: f"[{found[1].replace(chr(39) + ', ' + chr(39), '.')}]", what)
     if found := re.search(r"line (\d+), column (\d+)", where):
         line, column = found.groups()
     else:
@@ -437,6 +513,8 @@ def _position(entries: list[Any], step: str | int, walked: str) -> int:
         return step
     names = [_name(entry) for entry in entries]
     if step not in names:
+        if step.isdigit() and int(step) < len(entries):
+            raise ConfigError(f"{walked}: none is called {step}; did you mean {walked}[{step}]?")
         near = _did_you_mean(step, names) or f"; there are {', '.join(names)}"
         raise ConfigError(f"{walked}: none is called {step}{near}")
     if names.count(step) > 1:

@@ -46,7 +46,7 @@ def load_object(path: str) -> Any:
     Found objects are remembered per path.
 
     :raises LoadError: `path` has another form, or a part of it does not exist; or a module of this distribution needs
-        a package that is not installed, or is shadowed by another of its name.
+        a package that is not installed, or is shadowed by another of its name; or a module calls `sys.exit`.
     :raises Exception: whatever a module raises while it is imported.
     """
     if not _well_formed(path):
@@ -118,6 +118,12 @@ def _import(name: str, path: str) -> ModuleType:
         return importlib.import_module(name)
     except LoadError as error:
         raise LoadError(f"cannot load {path!r}: {error}", name=error.name) from error.__cause__
+    except SystemExit as error:  # a script, which would end the program, perhaps with the exit code of success
+        raise LoadError(
+            f"cannot load {path!r}: {name!r} calls sys.exit({'' if error.code is None else repr(error.code)}) while it "
+            "is imported; put what it runs under `if __name__ == '__main__':`",
+            name=name,
+        ) from error
     except Exception as error:
         error.add_note(f"while importing {name!r} to load {path!r}")
         raise

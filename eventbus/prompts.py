@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from os import PathLike, fstat
 from pathlib import Path
 from types import AsyncGeneratorType, GeneratorType
-from typing import Annotated, Any, BinaryIO, Final, Protocol, TypeAlias
+from typing import Annotated, Any, BinaryIO, Final, Protocol, TypeAlias, TypeGuard
 
 import anyio.lowlevel
 import msgspec
@@ -31,6 +31,13 @@ Item: TypeAlias = str | Mapping[str, Any] | Sample
 
 _SKIP_SLICE: Final = 1024  # items skipped between two checkpoints when a position is restored
 _BOM: Final = b"\xef\xbb\xbf"
+_NOT_TEXT: Final = (
+    (b"\x1f\x8b", "compressed by gzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+"""How files begin that are often taken for JSONL."""
 _END: Final = object()
 
 
@@ -149,16 +156,25 @@ class Prompts:
     async def _pull(self, count: int) -> None:
         """Make up to `count` more prompts ready; fewer at the end."""
         if self._broken is not None:
+            kind = type(self._prompts).__name__.removeprefix("async_")
             raise RuntimeError(
-                f"the prompts did not end, but their generator cannot go on: it was stopped by {self._broken}"
+                f"the prompts did not end, but their {kind} cannot go on: it was stopped by {self._broken}"
             )
         for _ in range(count):
             item = await self._item()
             if item is _END:
                 return
             at = self._next
+            try:
+                sample = self._prototype(item, f"prompts[{at.item}]")
+            except Exception as error:  # the item is not passed over: the next `take` meets it again
+                if self._once:
+                    self._broken = f"{type(error).__name__}: {error}"
+                else:
+                    self._left, self._iterator = self._iterator, None
+                raise
             self._next = _Position(at.epoch, at.item + 1)
-            self._ready.append((at, self._prototype(item, f"prompts[{at.item}]")))
+            self._ready.append((at, sample))
 
     async def _item(self) -> Any:
         try:
@@ -212,6 +228,8 @@ class Prompts:
 
     def _check_group_index(self, index: int | None, where: str) -> None:
         """Given by all items or by none, so that what is counted never meets what is given."""
+        if index is not None and not (_is_int(index) and index >= 0):
+            raise ValueError(f"{where} has group_index {index!r}: it must be an int of at least 0")
         if self._given is None:
             self._given = set()
         elif (index is None) == bool(self._given):
@@ -236,7 +254,7 @@ class JsonlPrompts(Prompts):
     :param seed: None for the order of the file; else each epoch is shuffled by (seed, epoch).
     :param epochs: times that the file is gone through; None for without end.
     :param limit: only the first so many lines, blank ones not counted; cut before shuffling.
-    :raises ValueError: `group_size`, `epochs` or `limit` is below 1.
+    :raises ValueError: `group_size`, `epochs` or `limit` is below 1, or `seed` is no int.
     """
 
     def __init__(
@@ -251,6 +269,8 @@ class JsonlPrompts(Prompts):
     ) -> None:
         self._epochs = None if epochs is None else _at_least_one("epochs", epochs)
         self._limit = None if limit is None else _at_least_one("limit", limit)
+        if not (seed is None or _is_int(seed)):
+            raise ValueError(f"seed={seed!r}: must be an int, or None for the order of the file")
         self._path = Path(path)
         self._prompt_key = prompt_key
         self._label_key = label_key
@@ -288,6 +308,8 @@ class JsonlPrompts(Prompts):
         for name, mine in (("path", str(self._path)), ("seed", self._seed), ("limit", self._limit)):
             if (theirs := getattr(saved, name)) != mine:
                 raise ValueError(f"the position was saved with {name}={theirs!r}, but this source has {name}={mine!r}")
+        if saved.epoch < saved.first_epoch:
+            raise ValueError(f"this is no position of JsonlPrompts: epoch is before first_epoch: {position!r}")
         self._reset(_Position(saved.epoch, saved.item, saved.group_index))
         self._first_epoch = saved.first_epoch
 
@@ -324,7 +346,7 @@ class JsonlPrompts(Prompts):
     def _from_json(self, line: bytes) -> Sample:
         try:
             fields = msgspec.json.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}: {_shortened(line)}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"expected an object, got {_kind(fields)}: {_shortened(line)}")
@@ -332,7 +354,9 @@ class JsonlPrompts(Prompts):
             there = ", ".join(fields) or "none"
             near = _did_you_mean(self._prompt_key, fields)
             raise ValueError(f"no key {self._prompt_key!r}; the keys are: {there}{near} (prompt_key=...)")
-        prompt, label = fields.pop(self._prompt_key), fields.pop(self._label_key, None)
+        prompt, label = fields[self._prompt_key], fields.get(self._label_key)  # they may be one key
+        for key in (self._prompt_key, self._label_key):
+            fields.pop(key, None)
         is_chat = isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt)
         if not (isinstance(prompt, str) or is_chat):
             raise ValueError(f"{self._prompt_key!r} is {_kind(prompt)}: a prompt is a string or a list of objects")
@@ -372,6 +396,8 @@ class _Lines:
             self._state = _state(file)
             offset = 0
             for line in file:
+                if offset == 0 and (form := next((form for start, form in _NOT_TEXT if line.startswith(start)), None)):
+                    raise ValueError(f"{self} is {form}: prompts are read from UTF-8 text, convert it first")
                 if (line.removeprefix(_BOM) if offset == 0 else line).strip():
                     self._offsets.append(offset)
                     if len(self._offsets) == limit:
@@ -456,8 +482,12 @@ def _is_over(prompts: Any) -> bool:
     return isinstance(prompts, AsyncGeneratorType) and prompts.ag_frame is None
 
 
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _at_least_one(name: str, value: Any) -> int:
-    if not isinstance(value, int) or value < 1:
+    if not _is_int(value) or value < 1:
         raise ValueError(f"{name}={value!r}: must be an int of at least 1")
     return value
 
@@ -474,5 +504,7 @@ def _kind(value: Any) -> str:
 
 
 def _shortened(line: bytes) -> str:
-    text = line.strip().decode("utf-8", "backslashreplace")
+    text = line.strip()[:200].decode("utf-8", "backslashreplace")
+    # A carriage return or an escape sequence would hide the rest of the message from a terminal.
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from inspect import iscoroutine
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from eventbus.group import Batch, EvalReport
+from eventbus.imports import optional_dependency
 from eventbus.prompts import PromptSource
 
 if TYPE_CHECKING:
-    from eventbus.pipeline import Pipeline
+    from eventbus.pipeline import Pipeline, RolloutIterator
 
 __all__ = ["SyncPipeline"]
 
@@ -27,17 +29,24 @@ class SyncPipeline:
     """`with pipeline.sync() as stream: for batch in stream.rollouts(stop=100): stream.call(trainer.train, batch)`."""
 
     def __init__(self, pipeline: Pipeline, backend: str) -> None:
+        if backend not in ("asyncio", "trio"):
+            raise ValueError(f"backend={backend!r}: choose 'asyncio' or 'trio'")
         self._pipeline = pipeline
         self._backend = backend
         self._portal: BlockingPortal | None = None
 
     def __enter__(self) -> Self:
-        """:raises RuntimeError: an event loop runs in this thread."""
+        """:raises RuntimeError: an event loop runs in this thread.
+        :raises LoadError: trio is asked for and not installed.
+        """
         if (running := _running_loop()) is not None:
             raise RuntimeError(
                 f"pipeline.sync() is for code without an event loop, and {running} runs in this thread: "
                 "use `async with pipeline: async for batch in pipeline.rollouts(...)`"
             )
+        if self._backend == "trio":
+            with optional_dependency():
+                import trio  # noqa: F401
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal(self._backend))
             stack.enter_context(portal.wrap_async_context_manager(self._pipeline))
@@ -52,7 +61,9 @@ class SyncPipeline:
 
     def rollouts(self, start: int = 0, stop: int | None = None, ahead: int = 0) -> Iterator[Batch]:
         """As `Pipeline.rollouts`."""
-        batches = self._pipeline.rollouts(start, stop, ahead)
+        return self._batches(self._pipeline.rollouts(start, stop, ahead))
+
+    def _batches(self, batches: RolloutIterator) -> Iterator[Batch]:
         while True:
             try:
                 batch = self.call(batches.__anext__)
@@ -74,7 +85,13 @@ class SyncPipeline:
         """Run a function, sync or async, in the pipeline's loop, and return what it returns.
 
         :raises RuntimeError: outside of `with`.
+        :raises TypeError: it is a coroutine, which was called already.
         """
+        if iscoroutine(function):
+            function.close()
+            raise TypeError(
+                "stream.call takes a function and its arguments: stream.call(train, batch), not train(batch)"
+            )
         if self._portal is None:
             raise RuntimeError("the pipeline is not entered: `with pipeline.sync() as stream: ...`")
         return self._portal.call(function, *args)

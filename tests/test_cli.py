@@ -42,11 +42,16 @@ class Engine:
     async def __aexit__(self, *error): print("engine closed", flush=True)
     async def generate(self, sample, sampling): return answer(sample)
 
+class PlainTrainer:
+    def train(self, batch): return TrainResult()
+
 class Trainer:
-    def __init__(self, wait_at: int = -1) -> None:
-        self.wait_at = wait_at
+    def __init__(self, wait_at: int = -1, fails: bool = False) -> None:
+        self.wait_at, self.fails = wait_at, fails
 
     async def train(self, batch) -> TrainResult:
+        if self.fails:
+            raise RuntimeError("out of memory")
         if batch.rollout_id == self.wait_at:
             print("waiting", flush=True)
             await anyio.sleep_forever()
@@ -168,6 +173,8 @@ def test_module_that_cannot_be_imported_shows_its_traceback(project: Path, capsy
     shown = capsys.readouterr().err
     assert 'cli_broken.py", line 2' in shown
     assert "while importing 'cli_broken'" in shown
+    assert "eventbus" not in shown
+    assert "importlib" not in shown
 
 
 def test_failed_samples_show_the_root_traceback(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,30 +188,86 @@ def test_failed_samples_show_the_root_traceback(project: Path, capsys: pytest.Ca
 def test_exhausted_rounds_say_why(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--set", "stages[1].use=cli_stages:same") == 1
     shown = capsys.readouterr().err
-    assert "RolloutExhausted: 2 rounds of 4 groups are spent (max_rounds=2) before the batch was full" in shown
+    assert shown.startswith("2 rounds of 4 groups are spent (max_rounds=2) before the batch was full")
+    assert len(shown.splitlines()) == 1
     assert "zero_std_1.0 x8" in shown
 
 
 def test_prompts_that_are_missing_fail_the_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--set", "prompts.path=none.jsonl") == 1
-    assert f"there is no file {project}/none.jsonl to read prompts from" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"there is no file {project}/none.jsonl to read prompts from\n"
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_interrupt_shuts_down_cleanly(project: Path, backend: str) -> None:
+def test_error_of_the_trainer_begins_in_its_own_code(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--set", "trainer.fails=true") == 1
+    shown = capsys.readouterr().err
+    assert "RuntimeError: out of memory" in shown
+    assert "eventbus" not in shown
+
+
+def test_trainer_may_be_a_plain_function(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--set", "trainer.use=cli_stages:PlainTrainer") == 0
+    assert "rollout 2: kept 3/3" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_modules_are_imported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "cli_interrupted.py").write_text("raise KeyboardInterrupt\n")
+    assert run("--set", "stages[1].use=cli_interrupted:stage") == 130
+    assert capsys.readouterr().err == "interrupted; before the run began\n"
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "2.5", "x"])
+def test_rollouts_that_are_no_number(number: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"--rollouts={number}") == 2
+    shown = capsys.readouterr()
+    assert f"'{number}' is no whole number of at least 1" in " ".join((shown.out + shown.err).split())
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
     # A suite that runs in the background of a shell has SIGINT ignored, and would hand that on.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     program += "from eventbus.cli import main; main()"
-    command = [sys.executable, "-c", program, "run", "run.toml", "--quiet"]
-    command += ["--set", "trainer.wait_at=1", "--set", f"run.backend={backend}"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    ) as process:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "run", "run.toml", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP")],
+)
+def test_signal_shuts_down_cleanly(project: Path, backend: str, number: signal.Signals, what: str) -> None:
+    with command("--quiet", "--set", "trainer.wait_at=1", "--set", f"run.backend={backend}") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("engine closed\n", "interrupted; rollouts trained: 1\n")
-        assert process.returncode == 130
+        process.send_signal(number)
+        assert process.communicate(timeout=60) == ("engine closed\n", f"{what}; rollouts trained: 1\n")
+        assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_output_that_nobody_reads_ends_the_run(project: Path, backend: str) -> None:
+    with command("--set", "run.rollouts=100000", "--set", f"run.backend={backend}") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("rollout 0: kept 3/3")
+        process.stdout.close()
+        assert process.stderr.read().startswith("nobody reads the output any more; rollouts trained: ")
+        assert process.wait(timeout=60) == 141
+
+
+def test_output_that_cannot_show_the_plot_fails_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("plotext", reason="needs rolloutbus[embedded]")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with command() as process:
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 0
 
 
 # Plots

@@ -13,6 +13,7 @@ import pytest
 from eventbus.batching import BatchSpec
 from eventbus.config import ConfigError, build, load_config, load_plan
 from eventbus.group import Batch, Group, TrainResult
+from eventbus.imports import load_object
 from eventbus.prompts import JsonlPrompts, Prompts
 from eventbus.sample import Completion, Sample
 from eventbus.stage import Stage
@@ -58,6 +59,32 @@ class Anything:
         self.options = options
 
     def __call__(self, sample: Sample) -> None: ...
+
+
+class ByPosition:
+    def __init__(self, first: int, /) -> None: ...
+
+
+class Numbers:
+    def __init__(self, **options: int) -> None: ...
+
+
+class OwnLimit:
+    def __init__(self, limit: int) -> None: ...
+
+
+class Speaks:
+    def __init__(self) -> None:
+        raise ValueError("first line\n  second line")
+
+
+class Stumbles:
+    def __init__(self) -> None:
+        raise KeyError("x")
+
+
+def keyed(group: Group, *, key: str, low: float = 0.0) -> bool:
+    return bool(group.rewards(key)[0] > low)
 
 
 class Refuses:
@@ -225,6 +252,42 @@ def test_class_with_kwargs_takes_any_key() -> None:
     assert stage.function.options == {"a": 1, "b": {"c": 2}}  # type: ignore[attr-defined]
 
 
+def test_keys_are_bound_to_a_function() -> None:
+    judge = {"use": "config_parts:keyed", "key": "accuracy", "low": 1}
+    stage, second = stages({"use": "middleware:DynamicFilter", "judge": judge}, judge)
+    assert stage.function.judge.func is second.function.func is keyed  # type: ignore[attr-defined]
+    assert stage.function.judge.keywords == {"key": "accuracy", "low": 1.0}  # type: ignore[attr-defined]
+    assert (second.name, second.level) == ("keyed", "group")
+
+
+@pytest.mark.parametrize(
+    ("on", "raised"),
+    [
+        ({"use": "builtins:OSError"}, OSError),
+        ([{"use": "builtins:OSError"}, {"use": "builtins:KeyError"}], (OSError, KeyError)),
+    ],
+)
+def test_class_for_a_type_parameter_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, on: Any, raised: Any) -> None:
+    import middleware.wrappers
+
+    seen: list[Any] = []
+
+    def retry(stage: Any, attempts: int = 3, on: type[Exception] | tuple[type[Exception], ...] = ()) -> Any:
+        seen.append(on)
+        return middleware.wrappers.retry(stage, attempts, on)
+
+    fakes = {"middleware:retry": retry}
+    monkeypatch.setattr("eventbus.config.load_object", lambda path: fakes.get(path) or load_object(path))
+    stages({"use": "config_parts:tag", "retry": {"on": on}})
+    assert seen == [raised]
+
+
+def test_error_of_a_constructor_says_where() -> None:
+    with pytest.raises(KeyError) as caught:
+        stages({"use": "config_parts:Stumbles"})
+    assert caught.value.__notes__ == ["while building stages[0]"]
+
+
 # Wrapping
 
 
@@ -292,7 +355,10 @@ def test_in_thread_false_does_nothing() -> None:
         ({"in_thread": "yes"}, "stages[1].in_thread: expected bool, got str"),
         ({"on_error": "retry"}, "stages[1].on_error: invalid enum value 'retry'; choose 'fail' or"),
         ({"external": 1}, "stages[1].external: expected bool, got int"),
-        ({"timout": 3}, "stages[1].timout: unknown key; did you mean timeout?; config_parts:tag is no class"),
+        ({"timout": 3}, "stages[1].timout: unknown key; did you mean timeout?"),
+        ({"name": ""}, "stages[1].name: expected str of length >= 1"),
+        ({"name": {"use": "config_parts:Engine"}}, "stages[1].name: expected str, got Engine"),
+        ({"retry": {"on": {"use": "config_parts:score"}}}, "stages[1].retry: retry: on takes subclasses of Exception"),
     ],
 )  # fmt: skip
 def test_wrong_wrapper(table: dict[str, Any], message: str) -> None:
@@ -327,7 +393,9 @@ def test_wrong_wrapper(table: dict[str, Any], message: str) -> None:
         ({"trainer": {"use": "config_parts:tag"}}, "trainer: tag has no train(batch)"),
         ({"run": {"rollouts": 0}}, "run.rollouts: expected int >= 1"),
         ({"run": {"backend": "curio"}}, "run.backend: invalid enum value 'curio'; choose 'asyncio' or 'trio'"),
-        ({"run": {"stall_after": 0}}, "stall_after=0.0: seconds, more than 0"),
+        ({"run": {"stall_after": 0}}, "run.stall_after: expected float > 0"),
+        ({"run": {"stall_after": float("nan")}}, "run.stall_after: expected float > 0"),
+        ({"prompts": {"path": 2024, "group_size": 2}}, "prompts.path: expected a path as a string, got int"),
         ({"report": {"plot": 3}}, "report.plot: expected Path, got int"),
     ],
 )  # fmt: skip
@@ -354,6 +422,14 @@ def test_wrong_section(sections: dict[str, Any], message: str) -> None:
         ({"use": "config_parts:Refuses", "level": 3}, "stages[1]: level 3 is too much"),
         ({"use": "config_parts:Engine"}, "stages[1] is not callable"),
         ({"use": "config_parts:tag"}, "stages[0] and stages[1] are both called 'tag'"),
+        ({"use": "config_parts:ByPosition"}, "stages[1].first: ByPosition takes first by position only"),
+        ({"use": "config_parts:Numbers", "a": "x"}, "stages[1].a: expected int, got str"),
+        ({"use": "config_parts:OwnLimit", "limit": 3}, "stages[1].limit: missing; OwnLimit needs it; on a stage"),
+        ({"use": "config_parts:Speaks"}, "stages[1]: first line second line"),
+        ({"use": "config_parts:keyed", "kee": "x"}, "stages[1].kee: unknown key; did you mean key?"),
+        ({"use": "config_parts:keyed", "key": 3}, "stages[1].key: expected str, got int"),
+        ({"use": "config_parts:keyed", "group": 3}, "stages[1].group: unknown key; the keys are key, low"),
+        ({"use": "config_parts:ITEMS", "a": 3}, "stages[1].a: unknown key; config_parts:ITEMS is no class and no"),
         ({"use": "builtins:dict", "a": 1}, "stages[1]: no signature found for builtin type"),
     ],
 )  # fmt: skip
@@ -399,7 +475,8 @@ def test_error_of_an_imported_module_is_its_own(tmp_path: Path) -> None:
         ("[batch]\ngroups = = 3\n", r":2:10: invalid value"),
         ("[batch]\ngroups = [1,\n", r":2:13: "),
         ("[batch]\n[batch]\n", r":2:7: cannot declare"),
-        (b"a = '\xff'", r": is not UTF-8: invalid start byte at byte 5"),
+        (b"a = '\xff'", r":1: is not UTF-8: invalid start byte at byte 5"),
+        (b"[engine]\n[engine]\n", r":2:8: cannot declare \[engine\] twice"),
     ],
 )
 def test_no_toml(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -470,6 +547,7 @@ def test_set_by_the_name_in_use(tmp_path: Path) -> None:
         ("stages.juge.limit=3", "stages: none is called juge; did you mean judge?"),
         ("stages.x.limit=3", "stages: none is called x; there are tag, judge, tag"),
         ("stages.tag.limit=3", "stages: several are called tag; say which by its number, stages[0]"),
+        ("stages.1.limit=3", "stages: none is called 1; did you mean stages[1]?"),
         ("stages[3].limit=3", "stages has no [3], only 3 counted from 0"),
         ("batch.groups.x=3", "batch.groups is int, there is no 'x' in it"),
         ("batch[0]=3", "batch is dict, there is no 0 in it"),

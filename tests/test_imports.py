@@ -102,6 +102,14 @@ def test_a_failing_module_raises_its_own_error(write: Write) -> None:
     assert caught.value.__notes__ == ["while importing 'broken' to load 'broken:stage'"]
 
 
+@pytest.mark.parametrize("code", ["", "0", "'bad'"])
+def test_a_script_that_exits_ends_nothing(write: Write, code: str) -> None:
+    write("script.py", f"import sys; sys.exit({code})")
+    with pytest.raises(LoadError) as caught:
+        load_object("script:stage")
+    assert f"'script' calls sys.exit({code}) while it is imported; put what it runs under" in str(caught.value)
+
+
 def test_a_missing_name_inside_a_module_stays_its_own_error(write: Write) -> None:
     write("broken.py", "from eventbus.context import nonsense")
     with pytest.raises(ImportError, match="cannot import name 'nonsense'") as caught:

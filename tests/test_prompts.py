@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -76,7 +77,7 @@ async def test_tokens_in_a_dict_are_packed() -> None:
     assert sample.tokens == [1, 2]
 
 
-@pytest.mark.parametrize("group_size", [0, -1, "8"])
+@pytest.mark.parametrize("group_size", [0, -1, "8", True])
 async def test_group_size_below_1(group_size: Any) -> None:
     with pytest.raises(ValueError, match=rf"group_size={group_size!r}: must be an int of at least 1"):
         Prompts(["a"], group_size)
@@ -245,6 +246,30 @@ async def test_group_index_given_by_some_only(items: tuple[Any, Any], what: str)
     source = Prompts([Sample(prompt="a", group_index=index) for index in items], 1)
     with pytest.raises(ValueError, match=rf"prompts\[1\] {what} a group_index, unlike those before it"):
         await source.take(2)
+
+
+@pytest.mark.parametrize("index", ["x", 1.5, True, -1])
+async def test_group_index_that_counts_nothing(index: Any) -> None:
+    with pytest.raises(ValueError, match=rf"prompts\[0\] has group_index {index!r}: it must be an int of at least 0"):
+        await Prompts([Sample(prompt="a", group_index=index)], 1).take(1)
+
+
+async def test_a_bad_item_is_not_passed_over() -> None:
+    source = Prompts(["a", {"prompt": 3}, "c"], 1)
+    assert texts(await source.take(1)) == ["a"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"prompts\[1\]: "):
+            await source.take(1)
+    assert source.position == {"epoch": 0, "item": 1, "group_index": 1}
+
+
+async def test_a_bad_item_of_a_generator_is_not_passed_over() -> None:
+    source = Prompts((item for item in ("a", {"prompt": 3}, "c")), 1)
+    await source.take(1)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: "):
+        await source.take(1)
+    with pytest.raises(RuntimeError, match=r"their generator cannot go on: it was stopped by ValueError: prompts\[1\]"):
+        await source.take(1)
 
 
 # Prompts: rewind and position
@@ -431,6 +456,8 @@ async def test_last_line_without_an_end(tmp_path: Path) -> None:
         ('{"prompt": "' + "a" * 99, r"not JSON: .*: .*aaa\.\.\."),
         (b'{"prompt": "\xff"}', r'not JSON: Invalid UTF-8 .*: \{"prompt": "\\xff"\}'),
         ('["a"]', r'expected an object, got an array: \["a"\]'),
+        (b'{"a": 1}\r\x1b[2J{"b": 2}', r'not JSON: .*: \{"a": 1\}\\r\\x1b\[2J\{"b": 2\}'),
+        ("[" * 9999, r"not JSON: .*: \[\[\["),
         ("3", r"expected an object, got a number: 3"),
         ('{"promt": "a", "label": 1}', r"no key 'prompt'; the keys are: promt, label; did you mean 'promt'\?"),
         ("{}", r"no key 'prompt'; the keys are: none"),
@@ -444,6 +471,25 @@ async def test_bad_line_names_file_and_line(tmp_path: Path, line: str | bytes, m
     path = write(tmp_path / "p.jsonl", '{"prompt": "a"}', "", line)
     with pytest.raises(ValueError, match=rf"^/.*/p\.jsonl:3: {message}"):
         await JsonlPrompts(path, 1).take(2)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (gzip.compress(b'{"prompt": "a"}'), "compressed by gzip"),
+        (b"\x28\xb5\x2f\xfd...", "compressed by zstd"),
+        ('{"prompt": "a"}'.encode("utf-16"), "UTF-16"),
+    ],
+)
+async def test_file_that_is_no_text(tmp_path: Path, content: bytes, what: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"/p\.jsonl is {what}: prompts are read from UTF-8 text, convert it first"):
+        await JsonlPrompts(tmp_path / "p.jsonl", 1).take(1)
+
+
+async def test_prompt_and_label_may_be_one_key(tmp_path: Path) -> None:
+    source = JsonlPrompts(write(tmp_path / "p.jsonl", '{"text": "a"}'), 1, prompt_key="text", label_key="text")
+    assert await source.take(1) == [Sample(group_index=0, prompt="a", label="a")]
 
 
 async def test_missing_file_is_named_at_the_first_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,6 +518,18 @@ async def test_file_that_changes_under_way(tmp_path: Path) -> None:
     numbered(path, 12)
     with pytest.raises(ValueError, match=r"/p\.jsonl was changed while it was in use"):
         await source.take(1)
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", True])
+async def test_seed_that_is_no_int(seed: Any) -> None:
+    with pytest.raises(ValueError, match=rf"seed={seed!r}: must be an int"):
+        JsonlPrompts("p.jsonl", 1, seed=seed)
+
+
+async def test_position_before_its_own_beginning() -> None:
+    source = JsonlPrompts("p.jsonl", 1)
+    with pytest.raises(ValueError, match="no position of JsonlPrompts: epoch is before first_epoch"):
+        source.restore(source.position | {"first_epoch": 3})
 
 
 @pytest.mark.parametrize("name", ["group_size", "epochs", "limit"])

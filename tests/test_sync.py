@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import anyio
@@ -9,6 +10,7 @@ import pytest
 
 from eventbus.batching import BatchSpec, RolloutExhausted
 from eventbus.group import Batch, TrainResult
+from eventbus.imports import LoadError
 from eventbus.pipeline import Pipeline
 from middleware import Generate
 from tests.streams import Log, endless, engine, some
@@ -78,3 +80,34 @@ def test_inside_a_running_loop_it_says_what_to_use() -> None:
 def test_outside_of_with_it_says_how_to_enter() -> None:
     with pytest.raises(RuntimeError, match=r"with pipeline.sync\(\) as stream"):
         plain().sync().call(print)
+
+
+def test_wrong_numbers_are_refused_at_once() -> None:
+    with plain().sync() as stream, pytest.raises(ValueError, match="ahead=-1: must be at least 0"):
+        stream.rollouts(ahead=-1)
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend='curio': choose 'asyncio' or 'trio'"):
+        plain().sync("curio")
+
+
+def test_missing_trio_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trio", None)
+    with pytest.raises(LoadError, match=r"pip install 'rolloutbus\[trio\]'"), plain().sync("trio"):
+        pass
+
+
+def test_coroutine_in_place_of_a_function() -> None:
+    async def train() -> None: ...
+
+    with plain().sync() as stream, pytest.raises(TypeError, match=r"stream\.call\(train, batch\), not train\(batch\)"):
+        stream.call(train())  # type: ignore[call-overload]
+
+
+@BACKENDS
+def test_it_can_be_entered_again(backend: str) -> None:
+    stream = plain().sync(backend)
+    for _ in range(2):
+        with stream:
+            assert next(stream.rollouts()).rollout_id == 0
