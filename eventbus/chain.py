@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from inspect import isawaitable
 from time import perf_counter
+from types import CoroutineType
 from typing import Any, Protocol
 
 from eventbus.columns import LogProbs, LossMask, Tokens
@@ -135,7 +136,7 @@ class SampleChain:
                     return await self._wrapped(run, sample, stage, call, calls, at, stop)
                 result = call(sample)
                 if result is not None and type(result) is not Sample:
-                    if isawaitable(result):
+                    if type(result) is CoroutineType or isawaitable(result):  # which looks long
                         result = await result
                     if type(result) is Drop:
                         if before is not None:
@@ -270,9 +271,14 @@ class SampleChain:
             raise
 
 
-def settle_all(samples: Iterable[Sample], stage: str) -> None:
-    """`settle` for the samples of a group or batch."""
+def settle_all(samples: Iterable[Sample], stage: str, owner: str) -> None:
+    """`settle` for the samples of `owner`, a group or batch.
+
+    :raises ContractError: one is no `Sample`, or as `settle`.
+    """
     for sample in samples:
+        if not isinstance(sample, Sample):
+            raise ContractError(f"stage {stage!r} left {owner} with a {type(sample).__name__} among its samples")
         length, mask, log_probs = sample.response_length, sample.loss_mask, sample.rollout_log_probs
         if (
             type(sample.tokens) is not Tokens

@@ -48,9 +48,9 @@ class Column(_Array[Number]):
     _code: ClassVar[str]
 
     def __new__(cls, values: Iterable[Number] = ()) -> Self:
-        column = array.__new__(cls, cls._code)
-        column.extend(values)
-        return column
+        if type(values) is list or isinstance(values, tuple | array):
+            return array.__new__(cls, cls._code, values)
+        return array.__new__(cls, cls._code, _numbers(values))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
@@ -73,10 +73,12 @@ class Column(_Array[Number]):
         return memoryview(self).cast("B")
 
     def extend(self, values: Iterable[Number], /) -> None:
-        if isinstance(values, array) and values.typecode == self.typecode:
+        if type(values) is list:
+            self.fromlist(values)  # the quickest; like the others, all of it or, when a value is refused, nothing
+        elif isinstance(values, array) and values.typecode == self.typecode:
             super().extend(values)
         else:
-            super().extend(array(self._code, _numbers(values)))  # all of it or, when a value is refused, nothing
+            super().extend(array(self._code, _numbers(values)))
 
     def copy(self) -> Self:
         return array.__new__(type(self), self._code, self)

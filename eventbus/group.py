@@ -54,7 +54,8 @@ class Group(msgspec.Struct, omit_defaults=True):
         :raises TypeError: a reward is a dict and no key was given, or it is no number.
         :raises KeyError: a dict reward lacks `key`.
         """
-        return [_number(execution[-1], key) for execution in self.executions]
+        last = [execution[-1] for execution in self.executions]
+        return [reward if type(reward := sample.reward) is float else _number(sample, key) for sample in last]
 
 
 class Summary(msgspec.Struct, omit_defaults=True):
@@ -178,5 +179,5 @@ def _number(sample: Sample, key: str | None) -> float:
         return math.nan
     try:
         return float(reward)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"sample {sample.index}: the reward {reward!r} is not a number") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"sample {sample.index}: the reward {reward!r} is not a number that fits a float") from error

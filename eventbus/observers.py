@@ -4,16 +4,20 @@ An observer is an object with `kinds` (a collection of event kinds) and `observe
 the order of `seq`; it must not block. If it is a context manager, sync or async, the pipeline enters and exits it.
 An error that it raises ends the rollout that the event belongs to: a recorder that cannot write is no detail.
 
-Two methods are optional. `observe_samples(event, samples)` is called instead of `observe` for an event that shows
-samples, with those samples in the order of `event.samples`; they go on changing, so it copies what it keeps.
-`attach(pipeline)` is called each time before the pipeline enters, and before the observer itself is entered.
+Three things are optional:
+
+- `observe_samples(event, samples)` is called instead of `observe` for an event that shows samples, with those samples
+  in the order of `event.samples`; they go on changing, so it copies what it keeps.
+- `attach(pipeline)` is called each time before the pipeline enters, and before the observer itself is entered.
+- `full: bool` and `async def drained()`: while an observer is full, no stage begins and no prompt is asked for until
+  `drained` has returned. What is under way goes on, so it must take a few events more.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import anyio
@@ -39,6 +43,9 @@ class EventHub:
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers: list[Observer] = []
         self._by_kind: dict[str, list[Observer]] = {}
+        self._pushing: list[Any] = []  # observers that can be full
+        self.hold: Callable[[Callable[[], Awaitable[None]]], None] | None = None
+        """Holds the stream up until what it is given has been awaited."""
         self._seq = 0
         for observer in observers:
             self.add(observer)
@@ -51,11 +58,14 @@ class EventHub:
                 f"{type(observer).__name__}: no event kind {unknown[0]!r}; there are {', '.join(EVENT_KINDS)}"
             )
         self._observers.append(observer)
+        if hasattr(observer, "drained"):
+            self._pushing.append(observer)
         for kind in kinds:
             self._by_kind.setdefault(kind, []).append(observer)
 
     def remove(self, observer: Observer) -> None:
         self._observers.remove(observer)
+        self._pushing = [each for each in self._pushing if each is not observer]
         for kind in set(observer.kinds):
             self._by_kind[kind].remove(observer)
             if not self._by_kind[kind]:
@@ -92,8 +102,15 @@ class EventHub:
             except Exception as error:
                 error.add_note(f"raised by the observer {type(observer).__name__} at event {event.seq} ({kind})")
                 first = first or error
+        if self.hold is not None and any(pushing.full for pushing in self._pushing):
+            self.hold(self._drained)
         if first is not None:
             raise first
+
+    async def _drained(self) -> None:
+        for observer in self._pushing:
+            while observer.full:
+                await observer.drained()
 
 
 class EventStream:

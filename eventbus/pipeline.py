@@ -30,7 +30,7 @@ from eventbus.prompts import PromptSource
 from eventbus.rollout import Rollout, Runtime, Waiting
 from eventbus.stage import bind_all
 from eventbus.watchdog import Watchdog
-from eventbus.workers import WorkerDied, WorkerPool
+from eventbus.workers import Exiting, WorkerDied, WorkerPool
 
 if TYPE_CHECKING:
     from eventbus.sync import SyncPipeline
@@ -69,7 +69,7 @@ class Pipeline:
             raise ValueError(
                 f"BatchSpec(min_group_size={batch.min_group_size}) is more than the group_size={prompts.group_size}"
             )
-        if stall_after is not None and stall_after <= 0:
+        if stall_after is not None and not stall_after > 0:
             raise ValueError(f"stall_after={stall_after}: seconds, more than 0, or None for no watchdog")
         self.prompts = prompts
         self.batch = batch
@@ -112,6 +112,7 @@ class Pipeline:
                 args=self._args,
                 next_execution=self._executions.__next__,
             )
+            self._hub.hold = runtime.pool.slice.hold
             if self._stall_after is not None:
                 stack.enter_context(Watchdog(runtime, self._rollouts, self._stall_after))
             self._task_group = task_group
@@ -131,7 +132,7 @@ class Pipeline:
                 stream.close()
             self._streams.clear()
             self._rollouts.clear()
-            self._task_group = self._runtime = self._iterator = None
+            self._task_group = self._runtime = self._iterator = self._hub.hold = None
 
     def _parts(self) -> list[Any]:
         """Observers, stages and engines that want to be opened and closed, each once."""
@@ -324,6 +325,9 @@ class _Workers:
                 raise WorkerDied("a task of the pipeline was cancelled from outside before it began")
             return swallowed
         except BaseExceptionGroup as group:
+            for each in group.exceptions:
+                if isinstance(each, Exiting) and each.__cause__ is not None:
+                    raise each.__cause__ from error
             others = [each for each in group.exceptions if each is not error]
             if not others:
                 return False  # the body's own error: it goes on as itself

@@ -40,11 +40,13 @@ from eventbus.prompts import PromptSource
 from eventbus.sample import Sample, SampleStatus
 from eventbus.stage import ContractError, Drop, Dropped, Hold, Stage
 from eventbus.work import Execution, GroupJob, GroupWork, Resumption, SampleJob
-from eventbus.workers import Worker, WorkerDied, WorkerPool, is_native_cancellation
+from eventbus.workers import Exiting, Worker, WorkerDied, WorkerPool, is_native_cancellation
 
 __all__ = ["Rollout", "Runtime", "Waiting"]
 
 logger = logging.getLogger("rolloutbus")
+
+_COUNT: Final = ("remaining", "target")
 
 RESUBMITS: Final = 2
 """Times that `on_error="resubmit"` asks again from the prompt."""
@@ -177,6 +179,8 @@ class Rollout:
                 self.error = self.error or WorkerDied(f"the task of rollout {self.id} was cancelled from outside")
                 return
             self.error = self.error or RuntimeError(f"rollout {self.id} was ended: its pipeline was left")
+            if isinstance(error, SystemExit):
+                raise Exiting from error
             raise
         finally:
             try:
@@ -232,6 +236,7 @@ class Rollout:
         if self._before_asked is not None:
             await self._before_asked.wait()
             self._before_asked = None
+        await self._share_the_loop()
         count = self.spec.round_size if count is None else count
         runtime = self.runtime
         waiting = runtime.waiting if not self.evaluation else ()
@@ -256,7 +261,8 @@ class Rollout:
 
     def _submit(self, prototype: Sample, origin: str = "new") -> None:
         work = GroupWork(self, prototype)
-        work.executions = [Execution(self.runtime.next_execution(), i) for i in range(self.group_size)]
+        next_id = self.runtime.next_execution
+        work.executions = [Execution(next_id(), position, [None]) for position in range(self.group_size)]
         self._enter(work, origin)
         for execution in work.executions:
             work.start(execution)
@@ -283,9 +289,12 @@ class Rollout:
     def _enter(self, work: GroupWork, origin: str) -> None:
         executions = work.executions
         self.works[id(work)] = work
-        work.open = sum(not (execution.done or execution.lost) for execution in executions)
-        done = sum(execution.done for execution in executions)
-        self.ledger.submit(work.open + done)
+        done = lost = 0
+        if origin in ("recycled", "carried"):
+            done = sum(execution.done for execution in executions)
+            lost = sum(execution.lost for execution in executions)
+        work.open = len(executions) - done - lost
+        self.ledger.submit(len(executions) - lost)
         self.ledger.executions.completed += done
         if self.runtime.hub.wants("group_submitted"):
             first = work.index * self.group_size
@@ -435,8 +444,10 @@ class Rollout:
         assert group is not None
         before = group.verdict
         started = perf_counter()
-        offered = {"remaining": self.ledger.remaining, "target": self.spec.groups} if stage.counts else {}
-        count = {name: value for name, value in offered.items() if name in stage.wants}
+        counted = (self.ledger.remaining, self.spec.groups)
+        count: dict[str, int] = {}
+        if stage.counts:
+            count = {name: value for name, value in zip(_COUNT, counted, strict=True) if name in stage.wants}
         try:
             result = await self.runtime.pool.slice.isolated(
                 self.runtime.context.copy(), job, self._call_group(job, stage, call, group, count)
@@ -476,16 +487,10 @@ class Rollout:
         if stage.counts:
             if group.verdict is None or group.verdict is before:
                 reason = result.reason if isinstance(result, Drop | Hold) else None
-                group.verdict = Verdict(
-                    reason is None, reason, remaining=offered["remaining"], target=offered["target"]
-                )
-            self.emit(
-                "group_judged",
-                group_index=work.index,
-                stage=stage.name,
-                verdict=group.verdict,
-                held=isinstance(result, Hold),
-            )
+                group.verdict = Verdict(reason is None, reason, remaining=counted[0], target=counted[1])
+            if self.runtime.hub.wants("group_judged"):
+                held = isinstance(result, Hold)
+                self.emit("group_judged", group_index=work.index, stage=stage.name, verdict=group.verdict, held=held)
         if isinstance(result, Drop):
             work.jobs.discard(job)
             work.end("dropped", result.reason)
@@ -504,7 +509,8 @@ class Rollout:
         job.context.attempts, job.context.waited = 1, 0.0
         try:
             result = call(group, **count)
-            return await result if isawaitable(result) else result
+            known = result is None or type(result) is Group  # `isawaitable` looks long
+            return await result if not known and isawaitable(result) else result
         except Dropped as dropped:
             return dropped.drop
 
@@ -643,7 +649,7 @@ class Rollout:
                     "expected Batch or None"
                 )
             batch = batch if result is None else result
-            settle_all(batch.samples, stage.name)
+            settle_all(batch.samples, stage.name, f"the batch of rollout {self.id}")
         if self.runtime.hub.wants("batch_assembled"):
             self.emit(
                 "batch_assembled",
@@ -680,8 +686,7 @@ class Rollout:
             prototype = self._prototypes[group.index]
             resumption = Resumption("carried", prototype, group, len(self._group_calls))
             for position, samples in enumerate(group.executions):
-                execution = Execution(samples[0].rollout_id or 0, position)
-                execution.done = True
+                execution = Execution(samples[0].rollout_id or 0, position, [None], done=True)
                 resumption.executions.append(execution)
             self.runtime.waiting.add(resumption)
 
@@ -795,11 +800,21 @@ class Rollout:
 
     def summary(self) -> Summary:
         """The counts as they stand."""
-        ledger, kept = self.ledger, self._kept
-        tokens = [sum(sample.loss_tokens for sample in group.samples) for group in kept]
-        fillers = [group.verdict is not None and group.verdict.by_fallback for group in kept]
-        last = [_finite(execution[-1].reward) for group in kept for execution in group.executions]
-        rewards = [reward for reward in last if reward is not None]
+        ledger = self.ledger
+        executions = samples = loss_tokens = fallback_loss_tokens = rewarded = 0
+        rewards = 0.0
+        for group in self._kept:
+            before = loss_tokens
+            for execution in group.executions:
+                executions += 1
+                samples += len(execution)
+                for sample in execution:
+                    loss_tokens += sample.loss_tokens
+                if (reward := _finite(execution[-1].reward)) is not None:
+                    rewards += reward
+                    rewarded += 1
+            if group.verdict is not None and group.verdict.by_fallback:
+                fallback_loss_tokens += loss_tokens - before
         return Summary(
             rollout_id=self.id,
             evaluation=self.evaluation,
@@ -814,14 +829,14 @@ class Rollout:
             recycled=ledger.recycled,
             carried=ledger.carried,
             surplus=ledger.surplus,
-            executions=sum(map(len, kept)),
-            samples=sum(len(group.samples) for group in kept),
+            executions=executions,
+            samples=samples,
             failed_samples=self._failed_samples,
             resubmitted_samples=self._resubmitted,
-            loss_tokens=sum(tokens),
-            fallback_loss_tokens=sum(count for count, filler in zip(tokens, fillers, strict=True) if filler),
+            loss_tokens=loss_tokens,
+            fallback_loss_tokens=fallback_loss_tokens,
             reward_mean=self._rewards / self._rewarded if self._rewarded else None,
-            kept_reward_mean=sum(rewards) / len(rewards) if rewards else None,
+            kept_reward_mean=rewards / rewarded if rewarded else None,
             seconds=self.now(),
         )
 
@@ -835,16 +850,17 @@ def _what_it_has(execution: Execution) -> list[Sample]:
 
 def _check_group(group: Group, stage: Stage) -> None:
     """What a group stage left: executions of at least one sample each, whole ones."""
-    for execution in group.executions:
-        if not execution or not all(isinstance(sample, Sample) for sample in execution):
-            raise ContractError(f"stage {stage.name!r} left group {group.index} with the execution {execution!r}")
-        settle_all(execution, stage.name)
     if not group.executions:
         raise ContractError(f"stage {stage.name!r} left group {group.index} without executions: return Drop(reason)")
+    if not all(group.executions):
+        raise ContractError(f"stage {stage.name!r} left group {group.index} with an execution that has no samples")
+    settle_all(group.samples, stage.name, f"group {group.index}")
 
 
 def _finite(reward: Any) -> float | None:
     """The reward as a number to average, if it is one."""
+    if type(reward) is float:
+        return reward if math.isfinite(reward) else None
     if reward is None or isinstance(reward, dict | str):
         return None
     try:

@@ -113,16 +113,16 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_default
         depth. Tensors and other objects inside them, and the replay fields, are shared.
         """
         twin: Sample = Sample.__copy__(self)  # type: ignore[attr-defined]
-        twin.tokens = self.tokens.copy()
-        twin.metadata = copied(self.metadata)
+        twin.tokens = Tokens(self.tokens)
+        twin.metadata = copied(self.metadata) if self.metadata else {}
         twin.weight_versions = self.weight_versions.copy()
         # Unrolled: every sample of a stream begins as a copy of its prompt's.
         if self.loss_mask is not None:
-            twin.loss_mask = self.loss_mask.copy()
+            twin.loss_mask = LossMask(self.loss_mask)
         if self.rollout_log_probs is not None:
-            twin.rollout_log_probs = self.rollout_log_probs.copy()
+            twin.rollout_log_probs = LogProbs(self.rollout_log_probs)
         if self.teacher_log_probs is not None:
-            twin.teacher_log_probs = self.teacher_log_probs.copy()
+            twin.teacher_log_probs = LogProbs(self.teacher_log_probs)
         if type(self.prompt) is not str:
             twin.prompt = copied(self.prompt)
         if self.label is not None:

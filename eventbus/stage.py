@@ -125,7 +125,9 @@ class DeclaredStage:
 class Stage:
     """A bound stage: what the pipeline needs to know of it, worked out once."""
 
-    __slots__ = ("external", "fans_out", "function", "level", "name", "on_error", "takes_args", "wants", "wraps")
+    __slots__ = (
+        "counts", "external", "fans_out", "function", "level", "name", "on_error", "takes_args", "wants", "wraps",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -149,11 +151,8 @@ class Stage:
         self.external = external
         self.on_error = on_error
         self.fans_out = fans_out
-
-    @property
-    def counts(self) -> bool:
+        self.counts = level == "group" and not wants.isdisjoint(("remaining", "target"))
         """It asks for the running count, so groups pass it one at a time."""
-        return self.level == "group" and not self.wants.isdisjoint(("remaining", "target"))
 
     def call(self, offers: Mapping[str, Any]) -> Callable[..., Any]:
         """The function with its keywords filled in, taking the value alone (and `call_next` for a wrapper)."""

@@ -120,8 +120,9 @@ def stall_report(rollouts: Sequence[Rollout]) -> str:
 
 def _line(job: SampleJob | GroupJob, now: float) -> str:
     place = job.context
-    holder = f", held by {place.holder}" if place.holder else ""
-    return f"  {job.describe()}: in stage {place.stage!r} for {now - place.since:.1f} s{holder}"
+    holder = place.holder or (place.engine and f"engine {type(place.engine).__name__}")
+    held = f", held by {holder}" if holder else ""
+    return f"  {job.describe()}: in stage {place.stage!r} for {now - place.since:.1f} s{held}"
 
 
 def _loop_caller() -> Callable[[Callable[[], Any]], Any]:

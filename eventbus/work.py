@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Coroutine
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from eventbus.context import RolloutContext
 from eventbus.events import LightSample, changes, light
 from eventbus.group import Group
@@ -43,24 +45,25 @@ class Resumption:
         """Carried: the group, and the group stage to go on at."""
 
 
-class Execution:
+class Execution(msgspec.Struct, eq=False):
     """One generation of one prompt: the root of its (perhaps fanned-out) samples."""
 
-    __slots__ = ("checkpoint", "children", "done", "id", "lost", "pending", "position", "resubmits", "result")
-
-    def __init__(self, identity: int, position: int) -> None:
-        self.id = identity
-        self.position = position
-        """0 to group size - 1."""
-        self.result: list[Any] = [None]
-        """Its samples, nested as the stages fanned them out."""
-        self.pending = 1
-        """Samples that are still in the chain."""
-        self.children = self.resubmits = 0
-        self.done = self.lost = False
-        """It went through all stages; it is gone."""
-        self.checkpoint: tuple[Sample, int] | None = None
-        """A sample as its engine gave it, and the stage at which to take it up again."""
+    # This, `SampleJob` and the context are structs, since one of each is made for every sample: they are built in C.
+    id: int
+    position: int
+    """0 to group size - 1."""
+    result: list[Any]
+    """Its samples, nested as the stages fanned them out; `[None]` to begin with."""
+    pending: int = 1
+    """Samples that are still in the chain."""
+    children: int = 0
+    resubmits: int = 0
+    done: bool = False
+    """It went through all stages."""
+    lost: bool = False
+    """It is gone."""
+    checkpoint: tuple[Sample, int] | None = None
+    """A sample as its engine gave it, and the stage at which to take it up again."""
 
     def begin(self) -> None:
         """Forget what was there, but for how often it was resubmitted."""
@@ -114,17 +117,22 @@ class GroupWork:
 
     def start(self, execution: Execution) -> None:
         """Put the execution into the queue: from its prompt, or from where it left."""
+        index = self.index * self.rollout.group_size + execution.position
+        at = 0 if execution.checkpoint is None else execution.checkpoint[1]
+        self._put(SampleJob(self, execution, None, self._place(index, execution), execution.result, 0, 0, at))
+
+    def first(self, job: SampleJob) -> Sample:
+        """The sample with which an execution begins; made when its turn has come, so that what waits is small."""
+        execution = job.execution
         if execution.checkpoint is not None:
-            checkpoint, at = execution.checkpoint
-            sample = checkpoint.copy()  # it stays, should the sample be stopped again before it gets further
-        else:
-            sample, at = self.prototype.copy(), 0
-            sample.group_index = self.index
-            sample.index = self.index * self.rollout.group_size + execution.position
-            sample.rollout_id = execution.id
-            if sample.status is SampleStatus.ABORTED:
-                sample.status = SampleStatus.PENDING
-        self._put(SampleJob(self, execution, sample, 0, execution.result, 0, at))
+            return execution.checkpoint[0].copy()  # it stays, should the sample be stopped again before it gets further
+        sample = self.prototype.copy()
+        sample.group_index = self.index
+        sample.index = job.context.index
+        sample.rollout_id = execution.id
+        if sample.status is SampleStatus.ABORTED:
+            sample.status = SampleStatus.PENDING
+        return sample
 
     def fan_out(self, job: SampleJob, children: list[Sample]) -> None:
         """The children go on side by side, each in the place that the stage gave it."""
@@ -139,7 +147,11 @@ class GroupWork:
             child.group_index = self.index
             child.index = first + execution.children * self.rollout.group_size
             child.rollout_id = execution.id
-            self._put(SampleJob(self, execution, child, job.segment + 1, results, position, 0))
+            place = self._place(child.index, execution)
+            self._put(SampleJob(self, execution, child, place, results, position, job.segment + 1, 0))
+
+    def _place(self, index: int, execution: Execution) -> RolloutContext:
+        return RolloutContext(self.rollout.id, self.rollout.evaluation, self.index, index, execution.id)
 
     def _put(self, job: SampleJob) -> None:
         self.jobs.add(job)
@@ -190,12 +202,16 @@ class GroupWork:
         self.ended = True
         rollout = self.rollout
         rollout.works.pop(id(self), None)
-        self.cancel_jobs()
-        by_fallback = self.group is not None and self.group.verdict is not None and self.group.verdict.by_fallback
-        by_fallback = by_fallback and outcome == "kept"
-        rollout.ledger.executions.cancelled += sum(not (e.done or e.lost) for e in self.executions)
+        by_fallback = False
+        if outcome == "kept":
+            verdict = self.group.verdict if self.group is not None else None
+            by_fallback = verdict is not None and verdict.by_fallback
+        else:
+            self.cancel_jobs()
+            rollout.ledger.executions.cancelled += sum(not (e.done or e.lost) for e in self.executions)
         rollout.ledger.end(outcome, reason, by_fallback=by_fallback)
-        rollout.emit("group_ended", group_index=self.index, outcome=outcome, reason=reason, by_fallback=by_fallback)
+        if rollout.runtime.hub.wants("group_ended"):
+            rollout.emit("group_ended", group_index=self.index, outcome=outcome, reason=reason, by_fallback=by_fallback)
         rollout.news()
 
     def cancel_jobs(self) -> None:
@@ -222,16 +238,27 @@ class GroupWork:
         """All executions are through: the group stages are next."""
         rollout = self.rollout
         self.group = Group(self.index, self.prototype.prompt, [e.samples for e in self.executions if e.done])
-        rollout.emit("group_completed", group_index=self.index, shown=self.group.executions)
+        if rollout.runtime.hub.wants("group_completed"):
+            rollout.emit("group_completed", group_index=self.index, shown=self.group.executions)
         return rollout.completed(self)
 
 
-class SampleJob:
+class SampleJob(msgspec.Struct, eq=False):
     """One sample on its way through the sample chain."""
 
-    # Defaults live in the class: one of these is made for every sample.
+    work: GroupWork
+    execution: Execution
+    sample: Sample | None
+    """A fanned-out child, until it enters the chain."""
+    context: RolloutContext
+    results: list[Any]
+    """Where the finished sample goes: `results[position]`."""
+    position: int
+    segment: int
+    at: int
+    """The stage of the segment to begin with."""
     worker: Worker | None = None
-    cancelled = False
+    cancelled: bool = False
     error: Exception | None = None
     failed_in: Stage | None = None
     broken: ContractError | None = None
@@ -241,34 +268,14 @@ class SampleJob:
     resume_at: int | None = None
     """The stage at which the sample is taken up again, should it have left."""
 
-    def __init__(
-        self,
-        work: GroupWork,
-        execution: Execution,
-        sample: Sample,
-        segment: int,
-        results: list[Any],
-        position: int,
-        at: int,
-    ) -> None:
-        self.work = work
-        self.execution = execution
-        self.sample: Sample | None = sample
-        self.segment = segment
-        self.at = at
-        self.results = results
-        """Where the finished sample goes: `results[position]`."""
-        self.position = position
-        rollout = work.rollout
-        self.context = RolloutContext(rollout.id, rollout.evaluation, work.index, sample.index, execution.id)
-
     def run(self) -> Coroutine[Any, Any, None] | None:
         if self.cancelled:
             return None
         rollout = self.work.rollout
         runtime = rollout.runtime
         sample, self.sample = self.sample, None
-        assert sample is not None
+        if sample is None:
+            sample = self.work.first(self)
         task = rollout.chain.run(self, sample, self.at)
         try:
             outcome = runtime.pool.slice.begin(runtime.context.copy(), self, task)
@@ -296,6 +303,9 @@ class SampleJob:
         work, execution = self.work, self.execution
         work.jobs.discard(self)
         work.rollout.runtime.activity += 1
+        if type(result) is Sample and result.status is not SampleStatus.ABORTED and not self.context.closing:
+            self.results[self.position] = result  # as nearly always
+            return self._next(work.finished(execution))
         if type(result) is Drop:
             return self._next(work.lose(execution, "dropped", result.reason))
         if self.context.closing or (isinstance(result, Sample) and result.status is SampleStatus.ABORTED):

@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
 from time import perf_counter
 from types import GeneratorType, coroutine
@@ -31,7 +31,7 @@ from anyio.lowlevel import checkpoint
 
 from eventbus.context import RolloutContext
 
-__all__ = ["SLICE", "Job", "TimeSlice", "Worker", "WorkerDied", "WorkerPool"]
+__all__ = ["SLICE", "Exiting", "Job", "TimeSlice", "Worker", "WorkerDied", "WorkerPool"]
 
 SLICE: Final = 0.001
 """Seconds of work between two passes of the event loop."""
@@ -77,13 +77,21 @@ class WorkerDied(RuntimeError):
     """A worker was ended from outside while it worked for a sample."""
 
 
+class Exiting(BaseException):
+    """Carries the SystemExit that is its cause out of a task of the pipeline, whose end raises that.
+
+    From a task itself asyncio would let it out of the loop at once, and nothing would be shut down.
+    """
+
+
 class TimeSlice:
     """The share of the loop that all workers have together, and what runs in it now."""
 
-    __slots__ = ("_length", "_queue", "_taken", "end", "running", "started", "stopped")
+    __slots__ = ("_drained", "_length", "_queue", "_taken", "end", "running", "started", "stopped")
 
     def __init__(self) -> None:
         self._length = math.inf if _virtual_time() else SLICE
+        self._drained: Callable[[], Awaitable[None]] | None = None
         self.end = 0.0
         """`perf_counter()` at which the slice is used up."""
         self.running: Job | None = None
@@ -109,9 +117,19 @@ class TimeSlice:
         self._taken = True
         try:
             await checkpoint()
+            if self._drained is not None:
+                await self._drained()
+                self._drained = None
         finally:
             self._pass_on()
-        self.end = perf_counter() + self._length
+        self.end = self._next_end()
+
+    def hold(self, drained: Callable[[], Awaitable[None]]) -> None:
+        """Whoever is next between two stages awaits `drained`, and the others queue behind."""
+        self._drained, self.end = drained, -math.inf
+
+    def _next_end(self) -> float:
+        return -math.inf if self._drained is not None else perf_counter() + self._length
 
     def _pass_on(self) -> None:
         if self._queue:
@@ -129,7 +147,10 @@ class TimeSlice:
 
         Most chains never wait when their engine is quick, and a coroutine that is not made costs nothing.
         """
-        self._enter(job)
+        self.started = now = perf_counter()
+        if now - self.stopped > SLICE:  # others had the loop in between
+            self.end = self._next_end()
+        self.running = job
         try:
             yielded = context.run(task.send, None)
         except StopIteration as stop:
@@ -155,7 +176,10 @@ class TimeSlice:
                 value = yield yielded
             except BaseException as thrown:  # a cancellation or an injected error: the task's own to handle
                 error = thrown
-            self._enter(job)
+            self.started = now = perf_counter()
+            if now - self.stopped > SLICE:
+                self.end = self._next_end()
+            self.running = job
             try:
                 yielded = run(send, value) if error is None else run(throw, error)
             except StopIteration as stop:
@@ -167,12 +191,6 @@ class TimeSlice:
             finally:
                 self.running = error = None  # a kept error keeps, by its traceback, this frame and all that hangs on it
                 self.stopped = perf_counter()
-
-    def _enter(self, job: Job) -> None:
-        self.started = now = perf_counter()
-        if now - self.stopped > SLICE:  # others had the loop in between
-            self.end = now + self._length
-        self.running = job
 
 
 class WorkerPool:
@@ -244,6 +262,8 @@ class WorkerPool:
                     except BaseException as error:
                         if worker.is_done_with(job, error):
                             break
+                        if isinstance(error, SystemExit):
+                            raise Exiting from error
                         raise
                     finally:
                         job.worker = None

@@ -130,6 +130,8 @@ class DynamicFilter:
         """The judge's answer in plain types, so that it can be written down whatever the judge computed with."""
         if not isinstance(judged, FilterDecision):
             judged = FilterDecision(judged)
+        elif judged.keep is True and judged.reason is None and type(judged.score) in (float, type(None)):
+            return judged  # plain as it is
         keep: Any = judged.keep
         if getattr(keep, "shape", None) == ():  # a numpy bool, a tensor
             keep = keep.item()

@@ -47,11 +47,10 @@ class Generate:
 
     async def __call__(self, sample: Sample, *, sampling: Mapping[str, Any] = _NONE) -> None:
         """:raises ContractError: the completion is of another type, or its lengths disagree."""
-        if sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
+        if sample.status is SampleStatus.COMPLETED or sample.status is SampleStatus.TRUNCATED:
             return
         parameters = {**self.sampling, **sampling}
-        budget = parameters.get("max_new_tokens")
-        if sample.response_length and budget is not None:
+        if sample.response_length and (budget := parameters.get("max_new_tokens")) is not None:
             parameters["max_new_tokens"] = budget - sample.response_length
             if parameters["max_new_tokens"] <= 0:
                 sample.status = SampleStatus.TRUNCATED

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -589,3 +593,78 @@ async def test_a_judge_is_opened_and_closed() -> None:
 
     await batches(Pipeline(endless(), [Generate(engine()), DynamicFilter(Judge())], BatchSpec(2)))
     assert calls == ["open", "close"]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_stage_that_exits_ends_the_program_after_shutting_down(tmp_path: Path, backend: str) -> None:
+    """With threads in use: asyncio alone would let the exit out of the loop at once and wait for them for ever."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' * 8)
+    program = f"""
+import sys, anyio
+from eventbus import BatchSpec, JsonlPrompts, Pipeline, Sample
+
+class Part:
+    level = "sample"
+    def __enter__(self): pass
+    def __exit__(self, *_): print("closed", flush=True)
+    def __call__(self, sample: Sample) -> None: sys.exit(5)
+
+async def main():
+    async with Pipeline(JsonlPrompts("p.jsonl", 2), [Part()], BatchSpec(2)) as pipeline:
+        await anext(pipeline.rollouts())
+
+anyio.run(main, backend={backend!r})
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (5, "closed\n", "")
+
+
+@virtual
+@pytest.mark.parametrize("unit", ["stage", "prompts"])
+async def test_a_full_observer_holds_up_stages_and_prompts_until_it_is_drained(unit: str) -> None:
+    class Full(Log):
+        full = False
+        waits = 0
+
+        def observe(self, event: Any) -> None:
+            super().observe(event)
+            self.full = True
+
+        async def drained(self) -> None:
+            Full.waits += 1
+            await anyio.sleep(100)
+            self.full = False
+
+    began: list[float] = []
+
+    def stage(sample: Sample) -> None:
+        began.append(anyio.current_time())
+
+    observer = Full("sample_generated" if unit == "stage" else "rollout_started")
+    pipeline = Pipeline(endless(1), [Generate(engine(delay=1.0)), stage], BatchSpec(3), observers=[observer])
+    async with pipeline:
+        start = anyio.current_time()
+        await anext(pipeline.rollouts())
+    # What was at the engine goes on and is taken, full or not; what comes behind it waits.
+    assert [time - start for time in began] == [101.0] * 3
+    assert Full.waits == 1
+    assert len(observer.events) == (3 if unit == "stage" else 1)
+
+
+@virtual
+async def test_a_stream_that_is_held_up_can_be_left() -> None:
+    class Stuck(Log):
+        full = True
+
+        async def drained(self) -> None:
+            await anyio.sleep_forever()
+
+    start = anyio.current_time()
+    with anyio.move_on_after(5) as scope:
+        async with Pipeline(endless(1), [Generate(engine())], BatchSpec(2), observers=[Stuck()]) as pipeline:
+            await anext(pipeline.rollouts())
+    assert scope.cancelled_caught
+    assert anyio.current_time() - start == 5
