@@ -11,6 +11,7 @@ from eventbus.prompts import JsonlPrompts, Prompts
 from eventbus.sample import Completion, Sample, SampleStatus, WeightSpan
 from eventbus.stage import CallNext, ContractError, Drop, Dropped, Hold
 from eventbus.wire import decode, encode
+from eventbus.workers import WorkerDied
 
 __all__ = [
     "Batch",
@@ -38,6 +39,7 @@ __all__ = [
     "TrainResult",
     "Verdict",
     "WeightSpan",
+    "WorkerDied",
     "current_rollout",
     "decode",
     "encode",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -67,3 +67,6 @@ class RolloutExhausted(RuntimeError):
     def __init__(self, message: str, summary: Summary) -> None:
         super().__init__(message)
         self.summary = summary
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an error that passes from one process to another keeps what it says
+        return type(self), (self.args[0], self.summary)

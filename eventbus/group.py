@@ -178,6 +178,8 @@ def _number(sample: Sample, key: str | None) -> float:
     if reward is None:
         return math.nan
     try:
+        if isinstance(reward, str | bytes):  # which float() would read
+            raise TypeError
         return float(reward)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"sample {sample.index}: the reward {reward!r} is not a number that fits a float") from error

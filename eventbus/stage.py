@@ -80,6 +80,9 @@ class Dropped(Exception):
         super().__init__(drop.reason)
         self.drop = drop
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.drop,)
+
     @property
     def reason(self) -> str:
         return self.drop.reason

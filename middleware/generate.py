@@ -49,7 +49,7 @@ class Generate:
         """:raises ContractError: the completion is of another type, or its lengths disagree."""
         if sample.status is SampleStatus.COMPLETED or sample.status is SampleStatus.TRUNCATED:
             return
-        parameters = {**self.sampling, **sampling}
+        parameters = self.sampling | dict(sampling) if sampling else self.sampling.copy()
         if sample.response_length and (budget := parameters.get("max_new_tokens")) is not None:
             parameters["max_new_tokens"] = budget - sample.response_length
             if parameters["max_new_tokens"] <= 0:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -22,13 +23,16 @@ from eventbus import (
     Completion,
     ContractError,
     Drop,
+    Dropped,
     Group,
     Pipeline,
     Prompts,
     RolloutExhausted,
     Sample,
     SampleStatus,
+    Summary,
     TrainResult,
+    WorkerDied,
     current_rollout,
 )
 from eventbus.stage import CallNext, DeclaredStage
@@ -668,3 +672,20 @@ async def test_a_stream_that_is_held_up_can_be_left() -> None:
             await anext(pipeline.rollouts())
     assert scope.cancelled_caught
     assert anyio.current_time() - start == 5
+
+
+@pytest.mark.parametrize(
+    "error", [RolloutExhausted("spent", Summary(3, kept=2)), Dropped(Drop("stale")), WorkerDied("gone")]
+)
+def test_errors_pass_between_processes(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+async def test_a_batch_passes_between_processes() -> None:
+    """Its acknowledgement stays behind: that is the business of the process whose pipeline it came from."""
+    (batch,) = await batches(Pipeline(endless(), [Generate(engine())], BatchSpec(1)))
+    copy = pickle.loads(pickle.dumps(batch))
+    assert copy == batch
+    with pytest.raises(RuntimeError, match="did not come from a pipeline"):
+        copy.trained()

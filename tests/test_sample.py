@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from eventbus.columns import LogProbs, LossMask, Tokens
+from eventbus.group import Group
 from eventbus.sample import Sample, SampleStatus, WeightSpan
 
 
@@ -109,3 +110,17 @@ def test_a_copy_shares_arrays() -> None:
     twin = sample.copy().multimodal_train_inputs
     assert twin is not None
     assert twin["pixels"] is pixels
+
+
+@pytest.mark.parametrize("reward", ["0.5", b"1", 10**400, object()], ids=["text", "bytes", "huge", "object"])
+def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
+    with pytest.raises(TypeError, match=r"sample 4: the reward .* is not a number"):
+        Group(1, "p", [[Sample(index=4, reward=reward)]]).rewards()
+
+
+def test_a_copy_packs_what_was_assigned_as_it_came() -> None:
+    sample = Sample(response_length=2)
+    sample.tokens, sample.loss_mask = (1, 2), [1, 0]  # type: ignore[assignment]
+    twin = sample.copy()
+    assert (type(twin.tokens), type(twin.loss_mask)) == (Tokens, LossMask)
+    assert twin.tokens.tolist() + list(twin.loss_mask or ()) == [1, 2, 1, 0]
