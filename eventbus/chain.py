@@ -14,6 +14,8 @@ from time import perf_counter
 from types import CoroutineType
 from typing import Any, Protocol
 
+from anyio import current_time
+
 from eventbus.columns import LogProbs, LossMask, Tokens
 from eventbus.context import RolloutContext, _current
 from eventbus.events import LightSample, light
@@ -62,6 +64,7 @@ class SampleChain:
 
     :param offers: values for the keywords that stages ask for.
     :param traced: report what each stage changed to `run.applied`.
+    :param timed: note in the context when each stage began, by the loop's clock.
     """
 
     def __init__(
@@ -71,10 +74,12 @@ class SampleChain:
         pool: WorkerPool,
         *,
         traced: bool = False,
+        timed: bool = False,
     ) -> None:
         self._pool = pool
         self._slice: TimeSlice = pool.slice
         self._traced = traced
+        self._timed = timed or traced
         self.segments: list[Segment] = []
         calls: list[tuple[Stage, Callable[..., Any]]] = []
         for stage in stages:
@@ -115,10 +120,10 @@ class SampleChain:
     async def _through(
         self, run: StageRun, sample: Sample, calls: list[tuple[Stage, Callable[..., Any]]], at: int, stop: int
     ) -> Sample | Drop:
-        place, time_slice, traced = run.context, self._slice, self._traced
+        place, time_slice, timed = run.context, self._slice, self._timed
         _current.set(place)
         stage: Stage | None = None
-        before = light(sample) if traced else None
+        before = light(sample) if self._traced else None
         try:
             while at < stop:
                 stage, call = calls[at]
@@ -128,8 +133,8 @@ class SampleChain:
                     await self._pool.turn()
                     now = perf_counter()
                 place.stage, place.since = stage.name, now
-                if before is not None:
-                    place.attempts, place.waited = 1, 0.0
+                if timed:
+                    place.began, place.attempts, place.waited = current_time(), 1, 0.0
                 if stage.wraps:
                     if run.entry is None:
                         run.entry = at - 1
@@ -140,7 +145,7 @@ class SampleChain:
                         result = await result
                     if type(result) is Drop:
                         if before is not None:
-                            run.applied(stage, perf_counter() - now, before, result)
+                            run.applied(stage, current_time() - place.began, before, result)
                         return result
                     if result is not None and not isinstance(result, Sample):
                         raise _foreign(stage, sample, result)
@@ -157,7 +162,7 @@ class SampleChain:
                 ):
                     settle(sample, stage.name)
                 if before is not None:
-                    before = run.applied(stage, perf_counter() - now, before, sample)
+                    before = run.applied(stage, current_time() - place.began, before, sample)
                 if place.generated:
                     place.generated = False
                     run.generated(stage, sample, at - 1 if run.entry is None else run.entry)
@@ -189,34 +194,34 @@ class SampleChain:
         stop: int,
     ) -> Sample | Drop:
         """A stage with `call_next`: everything from `at` on is run by it."""
-        inner = sample
+        inner, place = sample, run.context
 
         async def call_next(value: Sample) -> Sample:
             nonlocal inner
             if not isinstance(value, Sample):
                 raise ContractError(f"stage {stage.name!r}: call_next takes a Sample, got {type(value).__name__}")
             settle(value, stage.name)
+            own = place.began, place.attempts, place.waited
             result = await self._through(run, value, calls, at, stop)
-            run.context.stage = stage.name
+            place.stage, (place.began, place.attempts, place.waited) = stage.name, own
             if type(result) is Drop:
                 raise Dropped(result)
             inner = result  # type: ignore[assignment]
             return inner
 
-        started = perf_counter()
         result = await call(sample, call_next)
         if result is None:
             result = inner
         before = light(inner) if self._traced else None
         if type(result) is Drop:
             if before is not None:
-                run.applied(stage, perf_counter() - started, before, result)
+                run.applied(stage, current_time() - place.began, before, result)
             return result
         if not isinstance(result, Sample):
             raise _foreign(stage, sample, result)
         settle(result, stage.name)
         if before is not None:
-            run.applied(stage, perf_counter() - started, before, result)
+            run.applied(stage, current_time() - place.began, before, result)
         return result
 
     async def _fan_out(
@@ -224,7 +229,8 @@ class SampleChain:
     ) -> Sample | list[Sample] | Drop:
         place = run.context
         place.stage, place.since = stage.name, perf_counter()
-        place.attempts, place.waited = 1, 0.0
+        if self._timed:
+            place.began, place.attempts, place.waited = current_time(), 1, 0.0
         before = light(sample) if self._traced else None
         try:
             result = call(sample)
@@ -234,7 +240,7 @@ class SampleChain:
                 result = sample
             if type(result) is Drop:
                 if before is not None:
-                    run.applied(stage, perf_counter() - place.since, before, result)
+                    run.applied(stage, current_time() - place.began, before, result)
                 return result
             if isinstance(result, list):
                 if not result:
@@ -249,7 +255,7 @@ class SampleChain:
                     raise ContractError(f"stage {stage.name!r} returned the same sample twice: copy it, sample.copy()")
                 aborted = [child for child in result if child.status is _ABORTED]
                 if before is not None:
-                    run.applied(stage, perf_counter() - place.since, before, result)
+                    run.applied(stage, current_time() - place.began, before, result)
                 if place.generated:
                     place.generated = False
                     for child in result:
@@ -259,7 +265,7 @@ class SampleChain:
                 raise _foreign(stage, sample, result)
             settle(result, stage.name)
             if before is not None:
-                run.applied(stage, perf_counter() - place.since, before, result)
+                run.applied(stage, current_time() - place.began, before, result)
             return result
         except Dropped as dropped:
             return dropped.drop

@@ -37,6 +37,8 @@ class RolloutContext(msgspec.Struct, eq=False):
     """Name of the stage that works on it now."""
     since: float = 0.0
     """`time.perf_counter()` when that stage began."""
+    began: float = 0.0
+    """The same by the loop's clock, where an observer asks for times."""
     holder: str | None = None
     """What the stage waits for, where it says so: a limit, a thread."""
     engine: Any = None

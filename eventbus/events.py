@@ -1,7 +1,7 @@
 """What happened, in order: one frozen, tagged struct per kind of event, all with the same head.
 
     seq          goes up by exactly one from event to event of a pipeline
-    time_ns      wall clock, nanoseconds since the epoch
+    time_ns      nanoseconds since the epoch, by the loop's clock: it never goes back, and is virtual under virtual time
     rollout_id   number of the round
     evaluation   it happened in an evaluation
 
@@ -142,7 +142,7 @@ class StageApplied(_Known, frozen=True, kw_only=True, omit_defaults=True):
     stage: str
     seconds: float
     waited: float = 0.0
-    """Of `seconds`: until a limit let it begin."""
+    """Of `seconds`: for a limit to let it begin, and between attempts."""
     attempts: int = 1
     worker: int | None = None
     """Number of the worker that ran it; None where the rollout's own task did."""

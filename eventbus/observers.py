@@ -47,6 +47,7 @@ class EventHub:
         self.hold: Callable[[Callable[[], Awaitable[None]]], None] | None = None
         """Holds the stream up until what it is given has been awaited."""
         self._seq = 0
+        self._epoch_ns = 0  # of the loop's clock
         for observer in observers:
             self.add(observer)
 
@@ -89,7 +90,7 @@ class EventHub:
         if shown:
             fields["samples"] = [[light(sample) for sample in execution] for execution in shown]
         event = EVENT_KINDS[kind](
-            seq=self._seq, time_ns=time.time_ns(), rollout_id=rollout_id, evaluation=evaluation, **fields
+            seq=self._seq, time_ns=self._now(), rollout_id=rollout_id, evaluation=evaluation, **fields
         )
         self._seq += 1
         first: Exception | None = None
@@ -106,6 +107,17 @@ class EventHub:
             self.hold(self._drained)
         if first is not None:
             raise first
+
+    def open(self) -> None:
+        """From now on times are counted by the clock of the running loop: no clock that is set back disturbs their
+        order, and under virtual time they are virtual."""
+        self._epoch_ns = time.time_ns() - int(anyio.current_time() * 1e9)
+
+    def _now(self) -> int:
+        try:
+            return self._epoch_ns + int(anyio.current_time() * 1e9)
+        except RuntimeError:  # a batch was acknowledged by synchronous code
+            return time.time_ns()
 
     async def _drained(self) -> None:
         for observer in self._pushing:

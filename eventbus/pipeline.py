@@ -94,6 +94,7 @@ class Pipeline:
         if self._task_group is not None:
             raise RuntimeError("this pipeline is entered already; build a second one to run side by side")
         async with AsyncExitStack() as stack:
+            self._hub.open()
             for observer in self._observers:
                 if (attach := getattr(observer, "attach", None)) is not None:
                     attach(self)

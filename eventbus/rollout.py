@@ -139,7 +139,11 @@ class Rollout:
         self._before_done = after.done if after is not None else None
         self._offers = {"rollout_id": identity, "evaluation": evaluation, "args": runtime.args, "sampling": sampling}
         self.chain = SampleChain(
-            runtime.sample_stages, self._offers, runtime.pool, traced=runtime.hub.wants("stage_applied")
+            runtime.sample_stages,
+            self._offers,
+            runtime.pool,
+            traced=runtime.hub.wants("stage_applied"),
+            timed=runtime.hub.wants("sample_generated"),
         )
         self._group_calls = [] if evaluation else [(stage, stage.call(self._offers)) for stage in runtime.group_stages]
         self._scope = anyio.CancelScope()
@@ -443,7 +447,7 @@ class Rollout:
         group = work.group
         assert group is not None
         before = group.verdict
-        started = perf_counter()
+        started = anyio.current_time()
         counted = (self.ledger.remaining, self.spec.groups)
         count: dict[str, int] = {}
         if stage.counts:
@@ -477,7 +481,7 @@ class Rollout:
                 "stage_applied",
                 group_index=work.index,
                 stage=stage.name,
-                seconds=perf_counter() - started,
+                seconds=anyio.current_time() - started,
                 waited=job.context.waited,
                 attempts=job.context.attempts,
                 worker=None if job.worker is None else job.worker.number,

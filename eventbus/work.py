@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Coroutine
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import msgspec
 
 from eventbus.context import RolloutContext
@@ -347,7 +348,7 @@ class SampleJob(msgspec.Struct, eq=False):
                 status=sample.status,
                 response_length=sample.response_length,
                 weight_versions=list(sample.weight_versions),
-                seconds=rollout.now() - self.context.since,
+                seconds=anyio.current_time() - self.context.began,
                 shown=[[sample]],
             )
         if self.segment == 0:

@@ -25,7 +25,7 @@ from typing import Any
 
 import anyio
 
-from eventbus.context import current_rollout
+from eventbus.context import RolloutContext, current_rollout
 from eventbus.group import Batch, Group
 from eventbus.sample import Sample, copied
 from eventbus.stage import ContractError, DeclaredStage, Dropped, Stage, bind
@@ -132,8 +132,11 @@ def retry(
                     if attempts > 1:
                         error.add_note(f"retry: the last of {attempts} attempts; before it: {'; '.join(failures[:-1])}")
                     raise
-            with waits_for(f"retry: attempt {len(failures) + 1} of {attempts}"):
+            with waits_for(f"retry: attempt {len(failures) + 1} of {attempts}") as place:
                 await anyio.sleep(pause)
+                if place is not None:
+                    place.attempts += 1
+                    place.waited += pause
             pause *= 2
 
     return _like(stage, inner, retried)
@@ -196,8 +199,11 @@ class Slots:
         turn = anyio.Event()
         self._waiting.append(turn)
         try:
-            with waits_for(self._holder):
+            with waits_for(self._holder) as place:
+                began = anyio.current_time()
                 await turn.wait()
+                if place is not None:
+                    place.waited += anyio.current_time() - began
         except BaseException:
             if turn.is_set():  # the slot came together with the cancellation
                 self.release()
@@ -213,16 +219,16 @@ class Slots:
 
 
 @contextmanager
-def waits_for(holder: str) -> Iterator[None]:
-    """Tell the watchdog what the running stage waits for."""
+def waits_for(holder: str) -> Iterator[RolloutContext | None]:
+    """Tell the watchdog what the running stage waits for. Yields its context, None when it was called by hand."""
     try:
         context = current_rollout()
-    except LookupError:  # called by hand
-        yield
+    except LookupError:
+        yield None
         return
     context.holder = holder
     try:
-        yield
+        yield context
     finally:
         context.holder = None
 

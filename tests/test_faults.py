@@ -37,6 +37,7 @@ from eventbus import (
 )
 from eventbus.stage import CallNext, DeclaredStage
 from middleware.generate import Generate, append
+from middleware.wrappers import limit, retry
 from tests.streams import Log, batches, endless, engine, some
 
 pytestmark = pytest.mark.anyio
@@ -689,3 +690,34 @@ async def test_a_batch_passes_between_processes() -> None:
     assert copy == batch
     with pytest.raises(RuntimeError, match="did not come from a pipeline"):
         copy.trained()
+
+
+@virtual
+async def test_events_tell_time_by_the_loop_with_waits_and_attempts() -> None:
+    asked: list[int | None] = []
+
+    async def judge(sample: Sample) -> None:
+        asked.append(sample.index)
+        await anyio.sleep(2.0)
+        if asked.count(0) == 1 and sample.index == 0:
+            raise OSError("down")
+
+    async def around(sample: Sample, call_next: CallNext) -> Sample:
+        await anyio.sleep(0.5)
+        return await call_next(sample)
+
+    log = Log("stage_applied", "sample_generated", "group_ended")
+    answering = engine(delay=lambda sample: 3.0 + 0.5 * (sample.index or 0))
+    stages = [around, Generate(answering), limit(retry(judge, wait=1.0), 1)]
+    await batches(Pipeline(endless(1), stages, BatchSpec(2), observers=[log]))
+    assert [round(event.seconds, 3) for event in log.of("sample_generated")] == [3.0, 3.5]
+    applied = {
+        (event.stage, event.index): (round(event.seconds, 3), round(event.waited, 3), event.attempts)
+        for event in log.of("stage_applied")
+    }
+    assert applied["judge", 0] == (5.0, 1.0, 2)
+    assert applied["judge", 1] == (6.5, 4.5, 1)  # it waited for the other's two attempts
+    assert applied["around", 0] == (8.5, 0.0, 1)
+    times = [event.time_ns for event in log.events]
+    assert times == sorted(times)
+    assert round((times[-1] - times[0]) / 1e9, 3) == 7.0
