@@ -371,7 +371,7 @@ class Rollout:
                 await pool.turn()
             if not await self._apply(work, job):
                 return
-        work.jobs.discard(job)
+        work.jobs.pop(job, None)
         self.arrived(work)
 
     def stop(self, error: BaseException) -> None:
@@ -420,7 +420,7 @@ class Rollout:
             if not await self._apply(work, job):
                 return
         if job is not None:
-            work.jobs.discard(job)
+            work.jobs.pop(job, None)
         if work.ended:
             return
         group = work.group
@@ -466,7 +466,7 @@ class Rollout:
                 raise ContractError(f"stage {stage.name!r} returned group {result.index} for group {work.index}")
             _check_group(result if isinstance(result, Group) else group, stage)
         except Exception as error:
-            work.jobs.discard(job)
+            work.jobs.pop(job, None)
             if not job.cancelled:
                 self._group_failed(work, stage, error)
             return False
@@ -496,11 +496,11 @@ class Rollout:
                 held = isinstance(result, Hold)
                 self.emit("group_judged", group_index=work.index, stage=stage.name, verdict=group.verdict, held=held)
         if isinstance(result, Drop):
-            work.jobs.discard(job)
+            work.jobs.pop(job, None)
             work.end("dropped", result.reason)
             return False
         if isinstance(result, Hold):
-            work.jobs.discard(job)
+            work.jobs.pop(job, None)
             self._hold(work, result)
             return False
         return True
@@ -576,7 +576,7 @@ class Rollout:
                     aborts.setdefault(id(engine), (engine, []))[1].append(sample)
                     asked.append(job)
                 else:
-                    work.jobs.discard(job)
+                    work.jobs.pop(job, None)
                     job.cancel()
         if not asked:
             return
@@ -595,7 +595,7 @@ class Rollout:
             )  # fmt: skip
         for job in asked:
             if job in job.work.jobs:
-                job.work.jobs.discard(job)
+                job.work.jobs.pop(job, None)
                 job.cancel()
 
     async def _abort(self, engine: Any, samples: list[Sample], jobs: list[SampleJob]) -> None:
@@ -605,7 +605,7 @@ class Rollout:
             logger.warning("rollout %d: %s.abort failed: %r", self.id, type(engine).__name__, error, exc_info=error)
             for job in jobs:
                 if job.context.engine is engine and job in job.work.jobs:
-                    job.work.jobs.discard(job)
+                    job.work.jobs.pop(job, None)
                     job.cancel()
             self.news()
 

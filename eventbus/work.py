@@ -108,7 +108,8 @@ class GroupWork:
         """What became of the first execution that was lost."""
         self.aborted = False
         """At least one execution left at its engine."""
-        self.jobs: set[SampleJob | GroupJob] = set()
+        self.jobs: dict[SampleJob | GroupJob, None] = {}
+        """In the order in which they began: it is the order in which they are ended."""
         self.group: Group | None = None
         """Set when all executions are through."""
         self.at = 0
@@ -155,7 +156,7 @@ class GroupWork:
         return RolloutContext(self.rollout.id, self.rollout.evaluation, self.index, index, execution.id)
 
     def _put(self, job: SampleJob) -> None:
-        self.jobs.add(job)
+        self.jobs[job] = None
         self.rollout.runtime.pool.put(job)
 
     def finished(self, execution: Execution) -> GroupJob | None:
@@ -216,14 +217,14 @@ class GroupWork:
         rollout.news()
 
     def cancel_jobs(self) -> None:
-        jobs, self.jobs = self.jobs, set()
+        jobs, self.jobs = self.jobs, {}
         for job in jobs:
             job.cancel()
 
     def _cancel(self, execution: Execution) -> None:
         """The execution's other samples are no longer wanted."""
         for job in [job for job in self.jobs if isinstance(job, SampleJob) and job.execution is execution]:
-            self.jobs.discard(job)
+            self.jobs.pop(job, None)
             job.cancel()
 
     def _close_one(self) -> GroupJob | None:
@@ -302,7 +303,7 @@ class SampleJob(msgspec.Struct, eq=False):
         if self.broken is not None:
             return self._failed(self.broken)
         work, execution = self.work, self.execution
-        work.jobs.discard(self)
+        work.jobs.pop(self, None)
         work.rollout.runtime.activity += 1
         if type(result) is Sample and result.status is not SampleStatus.ABORTED and not self.context.closing:
             self.results[self.position] = result  # as nearly always
@@ -321,7 +322,7 @@ class SampleJob(msgspec.Struct, eq=False):
     def _failed(self, error: Exception) -> Coroutine[Any, Any, None] | None:
         if self.cancelled:
             return None
-        self.work.jobs.discard(self)
+        self.work.jobs.pop(self, None)
         next_job = self.work.rollout.sample_failed(self, error)
         self.error = self.broken = None  # its traceback leads back here
         return self._next(next_job)
@@ -406,7 +407,7 @@ class GroupJob:
         self.context = RolloutContext(work.rollout.id, work.rollout.evaluation, work.index)
         self.worker: Worker | None = None
         self.cancelled = False
-        work.jobs.add(self)
+        work.jobs[self] = None
 
     async def run(self) -> None:
         if self.cancelled:
@@ -415,7 +416,7 @@ class GroupJob:
             await self.work.rollout.pass_group(self)
         finally:
             self.worker = None
-            self.work.jobs.discard(self)
+            self.work.jobs.pop(self, None)
 
     def cancel(self) -> None:
         self.cancelled = True

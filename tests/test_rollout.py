@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -385,3 +386,20 @@ async def test_rewards_are_counted_before_and_after_the_filter() -> None:
     pipeline = Pipeline(endless(1), [Generate(engine()), rewarded([0, 1]), strict([0])], BatchSpec(1))
     (batch,) = await batches(pipeline)
     assert (batch.summary.reward_mean, batch.summary.kept_reward_mean) == (0.5, 1.0)
+
+
+@pytest.mark.virtual_time
+async def test_samples_are_aborted_in_the_order_in_which_they_were_asked() -> None:
+    class Noting:
+        def __init__(self) -> None:
+            self.inner = engine(lambda sample: 1.0 if sample.group_index == 0 else 50.0)
+            self.generate = self.inner.generate
+            self.aborted: list[int | None] = []
+
+        async def abort(self, samples: Sequence[Sample]) -> None:
+            self.aborted += [sample.index for sample in samples]
+            await self.inner.abort(samples)
+
+    noting = Noting()
+    await batches(Pipeline(endless(8), [Generate(noting)], BatchSpec(1, over_sampling=6)))
+    assert noting.aborted == list(range(8, 48))
