@@ -1,5 +1,7 @@
 """What flows and how it flows: samples, events, context, the pipeline and its ledger."""
 
+from typing import TYPE_CHECKING, Any
+
 from eventbus.batching import BatchSpec, RolloutExhausted
 from eventbus.columns import LogProbs, LossMask, Tokens
 from eventbus.context import RolloutContext, current_rollout
@@ -12,6 +14,10 @@ from eventbus.sample import Completion, Sample, SampleStatus, WeightSpan
 from eventbus.stage import CallNext, ContractError, Drop, Dropped, Hold
 from eventbus.wire import decode, encode
 from eventbus.workers import WorkerDied
+
+if TYPE_CHECKING:
+    from eventbus.log import LogReader, LogWriter
+    from eventbus.replay import Replay, ReplayEngine
 
 __all__ = [
     "Batch",
@@ -27,9 +33,13 @@ __all__ = [
     "Hold",
     "JsonlPrompts",
     "LogProbs",
+    "LogReader",
+    "LogWriter",
     "LossMask",
     "Pipeline",
     "Prompts",
+    "Replay",
+    "ReplayEngine",
     "RolloutContext",
     "RolloutExhausted",
     "Sample",
@@ -45,3 +55,19 @@ __all__ = [
     "encode",
     "load_object",
 ]
+
+_LATE = {
+    "LogReader": "eventbus.log",
+    "LogWriter": "eventbus.log",
+    "Replay": "eventbus.replay",
+    "ReplayEngine": "eventbus.replay",
+}
+"""Imported when first asked for: a run without a log needs none of it."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LATE[name]), name)

@@ -30,6 +30,7 @@ from msgspec.msgpack import Decoder
 
 from eventbus.codecs import Opaque, WireError, decoder, encoder, register, undecodable, unencodable
 from eventbus.events import EVENT_KINDS, Event, KnownEvent, UnknownEvent
+from eventbus.sample import Sample
 
 __all__ = ["SCHEMA_VERSION", "Opaque", "WireError", "decode", "encode", "register"]
 
@@ -45,7 +46,11 @@ def encode(value: Any) -> bytes:
     :raises WireError: a part of it cannot be encoded; names the sample, the path to the part and what to do.
     """
     try:
-        return encoder.encode((SCHEMA_VERSION, value))
+        try:
+            return encoder.encode((SCHEMA_VERSION, value))
+        except AttributeError:  # a sample out of a log, whose columns were not read yet
+            _load(value)
+            return encoder.encode((SCHEMA_VERSION, value))
     except Exception as error:
         raise unencodable(value, error) from error
 
@@ -71,6 +76,19 @@ def decode(data: bytes | bytearray | memoryview, type: Any = Event) -> Any:
         if type is Event and (unknown := _unknown_kind(data)):
             return unknown
         raise _failure(data, type, error) from error
+
+
+def _load(value: Any) -> None:
+    """Have the samples in `value` read what they have not read yet."""
+    if isinstance(value, Sample):
+        if (load := getattr(value, "load", None)) is not None:
+            load()
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            _load(getattr(value, name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _load(item)
 
 
 _readers: dict[Any, Callable[[Any], Any]] = {}

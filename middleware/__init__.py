@@ -1,4 +1,4 @@
-"""The stages: hooks, rewards, filters, wrappers, advantage, progress. Each file is a model for a stage of your own."""
+"""The stages: hooks, rewards, filters, wrappers, advantage, observers. Each file is a model for a stage of your own."""
 
 from middleware.advantage import GroupAdvantage
 from middleware.filter import DynamicFilter, FilterDecision, should_drop
@@ -13,6 +13,7 @@ from middleware.judges import (
     truncation,
 )
 from middleware.progress import Progress
+from middleware.recorder import Recorder
 from middleware.rewards import MathAnswer, RemoteReward, exact_match
 from middleware.stages import batch_stage, group_stage, sample_stage
 from middleware.wrappers import in_thread, limit, retry, timeout
@@ -24,6 +25,7 @@ __all__ = [
     "GroupAdvantage",
     "MathAnswer",
     "Progress",
+    "Recorder",
     "RemoteReward",
     "accuracy_band",
     "apply_sample_hooks",

@@ -96,10 +96,11 @@ batches = st.builds(Batch, counts, st.lists(groups, max_size=2), summaries)
 head: dict[str, Any] = {"seq": counts, "time_ns": counts, "rollout_id": counts, "evaluation": st.booleans()}
 marks = st.dictionaries(texts, st.none() | st.tuples(counts, counts), max_size=2)
 numbers = st.lists(counts, max_size=3)
+settings_ = st.dictionaries(texts, plain, max_size=3)
 shown = st.lists(st.lists(samples.map(light), max_size=2), max_size=2)
 one: dict[str, Any] = {"group_index": counts, "index": counts, "execution": counts, "seconds": floats}
 events: st.SearchStrategy[Event] = st.one_of(
-    st.builds(RolloutStarted, **head, target=counts, group_size=counts, batch=dicts),
+    st.builds(RolloutStarted, **head, target=counts, group_size=counts, batch=settings_),
     st.builds(RolloutFinished, **head, summary=st.none() | summaries, error=st.none() | texts),
     st.builds(
         GroupSubmitted,
