@@ -14,10 +14,12 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import hooks, import_time, in_flight, lag, long_tail, memory, pipeline, wire
+from benchmarks import hooks, import_time, in_flight, lag, log, long_tail, memory, pipeline, replay, wire
 from benchmarks.measure import Row
 
-Name: TypeAlias = Literal["hooks", "pipeline", "in-flight", "wire", "lag", "import", "long-tail", "memory"]
+Name: TypeAlias = Literal[
+    "hooks", "pipeline", "in-flight", "wire", "log", "lag", "import", "long-tail", "memory", "replay"
+]
 
 app = App(name="python -m benchmarks", help="Measure, and compare with the bounds.", version_flags=[])
 
@@ -41,13 +43,15 @@ PARTS: dict[Name, Callable[[], list[Row]]] = {
     "pipeline": pipeline.rows,
     "in-flight": in_flight.rows,
     "wire": _wire,
+    "log": log.rows,
     "lag": lag.rows,
     "import": _import_time,
     "long-tail": long_tail.rows,
     "memory": memory.rows,
+    "replay": replay.rows,
 }
 assert set(PARTS) == set(get_args(Name))
-LONG = ("memory",)
+LONG = ("memory", "replay")
 
 
 @app.default

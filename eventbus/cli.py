@@ -35,6 +35,8 @@ from rich.console import Console
 from eventbus.batching import RolloutExhausted
 from eventbus.config import ConfigError, RunPlan, load_plan
 from eventbus.imports import LoadError, load_object
+from eventbus.log.inspect.commands import app as log
+from eventbus.replay.commands import replay
 from eventbus.report import Report
 
 __all__ = ["app", "main"]
@@ -77,6 +79,10 @@ app = App(
 
     Start with: rolloutbus run --help""",
 )
+
+
+app.command(log)
+app.command(replay)
 
 
 def main() -> None:
@@ -125,6 +131,9 @@ def run(
 
         [trainer]
         use = "backends.embedded:EmbeddedTrainer"
+
+        [log]
+        path = "run.mcap"                 # then: rolloutbus log info run.mcap
 
     :param config: the TOML file; relative paths in it start at its folder.
     :param rollouts: how many to run; the same as --set run.rollouts=N.

@@ -49,7 +49,7 @@ from eventbus.stage import DeclaredStage, OnError
 
 __all__ = ["ConfigError", "RunPlan", "build", "load_config", "load_plan"]
 
-_SECTIONS: Final = ("prompts", "engine", "batch", "stages", "trainer", "run", "report")
+_SECTIONS: Final = ("prompts", "engine", "batch", "stages", "trainer", "log", "run", "report")
 _WRAPPERS: Final = ("in_thread", "timeout", "retry", "limit")
 _CAUSED_BY_VALUES: Final = (TypeError, ValueError, ImportError, OSError)
 _NOT_SHARED: Final = object()
@@ -152,13 +152,14 @@ def build(config: Mapping[str, Any], base: Path, observers: Sequence[Observer] =
     batch = builder.called(BatchSpec, _table(config, "batch"), "batch")
     stages = builder.stages(config.get("stages", []))
     trainer = builder.trainer(_table(config, "trainer")) if "trainer" in config else None
+    recorders = [builder.recorder(_table(config, "log"), config)] if "log" in config else []
     run = builder.called(_Run, _table(config, "run"), "run")
     report = builder.called(_Report, _table(config, "report"), "report")
     if run.backend == "trio":
         with _at("run.backend", LoadError), optional_dependency():
             import trio  # noqa: F401
     try:
-        pipeline = Pipeline(prompts, stages, batch, observers=observers, stall_after=run.stall_after)
+        pipeline = Pipeline(prompts, stages, batch, observers=[*recorders, *observers], stall_after=run.stall_after)
     except (TypeError, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     return RunPlan(pipeline, trainer, run.rollouts, run.ahead, run.backend, base / report.plot)
@@ -183,6 +184,14 @@ class _Builder:
         if not callable(getattr(trainer, "train", None)):
             raise ConfigError(f"trainer: {getattr(trainer, '__name__', type(trainer).__name__)} has no train(batch)")
         return trainer
+
+    def recorder(self, table: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+        """The log keeps the configuration as it is run, `--set` included."""
+        import tomli_w
+
+        if "config" in table:
+            raise ConfigError("log.config: unknown key; the configuration is kept in the log by itself")
+        return self.called(load_object("middleware:Recorder"), {**table, "config": tomli_w.dumps(config)}, "log")
 
     def stages(self, tables: Any) -> list[Any]:
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):

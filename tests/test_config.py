@@ -372,7 +372,7 @@ def test_wrong_wrapper(table: dict[str, Any], message: str) -> None:
     ("sections", "message"),
     [
         ({"btach": {}}, "btach: unknown key; did you mean batch?"),
-        ({"xyz": {}}, "xyz: unknown key; the keys are prompts, engine, batch, stages, trainer, run, report"),
+        ({"xyz": {}}, "xyz: unknown key; the keys are prompts, engine, batch, stages, trainer, log, run, report"),
         ({"prompts": {}}, "prompts.path: missing; name a JSONL file, or a source of your own by use"),
         ({"prompts": 3}, "prompts: expected a table [prompts], got int"),
         ({"prompts": {"path": "p", "group_sise": 2}}, "prompts.group_sise: unknown key; did you mean group_size?"),

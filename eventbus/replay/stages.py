@@ -1,0 +1,264 @@
+"""Which stages a replay runs: those that it is given, else those that the log's configuration names.
+
+A stage that cannot be had here stays in its place and answers from the record (`Known.missing` says why).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from eventbus.config import ConfigError, _Builder, _override
+from eventbus.events import GroupJudged, StageApplied
+from eventbus.imports import LoadError, _well_formed, load_object
+from eventbus.pipeline import Pipeline
+from eventbus.replay.record import RecordedLog, ReplayError, RoundRecord
+from eventbus.stage import ContractError, DeclaredStage, Stage, bind, bind_all
+
+__all__ = ["Known", "changed_option", "given", "named_in", "option_value", "place_of", "replacement", "stages_of"]
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A stage of the run: as it is here, or why it is not."""
+
+    name: str
+    level: str
+    stage: Stage | None
+    external: bool = False
+    on_error: Any = "fail"
+    missing: str | None = None
+
+
+def given(stages: Sequence[Any] | Pipeline) -> list[Known]:
+    """:raises ContractError: a stage does not bind."""
+    listed = stages.stages if isinstance(stages, Pipeline) else list(stages)
+    bound = listed if all(isinstance(stage, Stage) for stage in listed) else bind_all(listed)
+    return [Known(stage.name, stage.level, stage, stage.external, stage.on_error) for stage in bound]
+
+
+def named_in(log: RecordedLog, overrides: Iterable[str] = ()) -> list[Known]:
+    """The stages that the log names. The folder of the log and the current one are put on `sys.path`.
+
+    :param overrides: `--set` arguments, such as "stages.judge.timeout=3", for a log with a configuration.
+    :raises ReplayError: the log names no stages.
+    :raises ConfigError: an override is wrong.
+    """
+    header = log.header
+    base = place_of(log)
+    for folder in (str(base), str(Path.cwd())):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    notes = list(header.stages)
+    tables = _tables(header.config)
+    if not notes and not tables:
+        raise ReplayError("the log does not say which stages it had: give them, Replay(log, stages=[...])")
+    if tables and (not notes or len(notes) == len(tables)):
+        config: dict[str, Any] = {"stages": tables}
+        for override in overrides:
+            _override(config, override)
+        builder = _Builder(base)
+        builder.engine = _NoEngine()
+        return [
+            _from_table(builder, table, position, notes[position] if notes else None)
+            for position, table in enumerate(config["stages"])
+        ]
+    return [_from_note(note) for note in notes]
+
+
+def place_of(log: RecordedLog) -> Path:
+    """The folder at which relative paths start: that of the log, where run.toml usually lies too."""
+    path = getattr(log, "path", None)
+    return Path(path).absolute().parent if path is not None else Path.cwd()
+
+
+def stages_of(known: Sequence[Known], round: RoundRecord) -> list[Stage]:
+    """The stages as a chain takes them; of those that are missing the record says how they behaved."""
+    shape: _Shape | None = None
+    stages: list[Stage] = []
+    for each in known:
+        if each.stage is not None:
+            stages.append(each.stage)
+            continue
+        shape = shape or _Shape(round, known)
+        wants = frozenset({"remaining", "target"} if each.name in shape.judges else ())
+        stages.append(
+            Stage(
+                each.name,
+                each.level,  # type: ignore[arg-type]
+                partial(_unavailable, each),
+                wraps=each.name in shape.wrappers,
+                takes_args=False,
+                wants=wants,
+                external=each.external,
+                on_error=each.on_error,
+                fans_out=each.name in shape.fans_out,
+            )
+        )
+    return stages
+
+
+def replacement(name: str, known: Known, stage: Any) -> Known:
+    """A stage in the place, and under the name, of one of the run.
+
+    :raises ReplayError: it does not bind, or works on another level.
+    """
+    if isinstance(stage, Stage):
+        bound = stage
+    else:
+        try:
+            bound = bind(stage, f"the replacement for {name!r}")
+        except ContractError as error:
+            raise ReplayError(str(error)) from error
+    if bound.level != known.level:
+        raise ReplayError(f"{name!r} is a {known.level} stage, the replacement {bound.name!r} a {bound.level} stage")
+    renamed = Stage(
+        name,
+        bound.level,
+        bound.function,
+        wraps=bound.wraps,
+        takes_args=bound.takes_args,
+        wants=bound.wants,
+        external=bound.external,
+        on_error=bound.on_error,
+        fans_out=bound.fans_out,
+    )
+    return Known(name, known.level, renamed, renamed.external, renamed.on_error)
+
+
+def changed_option(known: Known, option: str, value: Any) -> Any:
+    """The stage with one option changed and the others kept: made anew from its own attributes.
+
+    :raises ReplayError: it is not here, has no such option, or does not keep its options as attributes.
+    """
+    if known.stage is None:
+        raise ReplayError(f"{known.name}.{option}: the stage cannot be had here: {known.missing}")
+    function: Any = known.stage.function
+    advice = f"give the whole stage, --with {known.name}=my_module:stage"
+    if isinstance(function, partial):
+        changed: Any = partial(function.func, *function.args, **{**function.keywords, option: value})
+    elif inspect.isroutine(function) or inspect.isfunction(function):
+        raise ReplayError(f"{known.name}.{option}: the stage is a function without options; {advice}")
+    else:
+        parameters = [
+            name
+            for name, parameter in inspect.signature(type(function)).parameters.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if option not in parameters:
+            near = get_close_matches(option, parameters, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(parameters) or 'none'}"
+            raise ReplayError(f"{known.name}.{option}: {type(function).__name__} has no such option; {hint}")
+        lost = [name for name in parameters if name != option and not hasattr(function, name)]
+        if lost:
+            raise ReplayError(
+                f"{known.name}.{option}: {type(function).__name__} does not keep its option {lost[0]!r} as an "
+                f"attribute, so it cannot be made anew; {advice}"
+            )
+        kept = {name: getattr(function, name) for name in parameters if name != option}
+        try:
+            changed = type(function)(**kept, **{option: value})
+        except (TypeError, ValueError) as error:
+            raise ReplayError(f"{known.name}.{option}: {error}") from error
+    stage = known.stage
+    return DeclaredStage(
+        changed,
+        stage.level,
+        name=stage.name,
+        external=stage.external,
+        on_error=stage.on_error,
+        fans_out=stage.fans_out or None,
+    )
+
+
+class _NoEngine:
+    """In the place of the engine: a replay asks none."""
+
+    async def generate(self, sample: Any, sampling: Any) -> Any:
+        raise ReplayError("a replay has no engine: what was generated is in the log")
+
+
+def _tables(config: str | None) -> list[dict[str, Any]]:
+    if config is None:
+        return []
+    try:
+        tables = tomllib.loads(config).get("stages", [])
+    except tomllib.TOMLDecodeError:
+        return []
+    return tables if isinstance(tables, list) and all(isinstance(table, dict) for table in tables) else []
+
+
+def _from_table(builder: _Builder, table: Mapping[str, Any], position: int, note: Any) -> Known:
+    table = {key: deepcopy(value) for key, value in table.items() if key != "engine"}
+    try:
+        stage = bind(builder.stage(table, f"stages[{position}]"))
+        return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
+    except Exception as error:  # also what its module raises: whatever it is, the stage is not here
+        why = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
+        if note is None:
+            raise ReplayError(f"{why}; and the log does not say what kind of stage it is") from error
+        return Known(note.name, note.level, None, note.external, note.on_error, why)
+
+
+def _from_note(note: Any) -> Known:
+    why = "the log has no import path for it" + (f" ({note.repr})" if note.repr else "")
+    if note.path is not None:
+        try:
+            found = load_object(note.path)
+            if inspect.isclass(found):
+                why = f"it is an instance of {note.path}, with options that the log does not have"
+            else:
+                declared = DeclaredStage(
+                    found, note.level, name=note.name, external=note.external, on_error=note.on_error
+                )
+                stage = bind(declared)
+                return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
+        except LoadError as error:
+            why = str(error)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+    return Known(note.name, note.level, None, note.external, note.on_error, why)
+
+
+def _unavailable(known: Known, value: Any) -> Any:
+    raise ReplayError(f"stage {known.name!r} cannot be had here: {known.missing}")
+
+
+class _Shape:
+    """What the events tell of stages that are not here."""
+
+    def __init__(self, round: RoundRecord, known: Sequence[Known]) -> None:
+        self.judges: set[str] = set()
+        self.wrappers: set[str] = set()
+        self.fans_out: set[str] = set()
+        position = {each.name: number for number, each in enumerate(known)}
+        external = {each.name for each in known if each.external}
+        for group in round.groups:
+            self.judges.update(event.stage for event in group.stages if isinstance(event, GroupJudged))
+            for trace in group.traces():
+                furthest = -1
+                for applied in trace.stages:
+                    event = applied.event
+                    at = position.get(event.stage, -1)
+                    if at < furthest:  # it was done after what stands behind it
+                        self.wrappers.add(event.stage)
+                    furthest = max(furthest, at)
+                    samples = event.samples[0] if isinstance(event, StageApplied) and event.samples else []
+                    if len(samples) > 1 or (samples and event.stage not in external):
+                        self.fans_out.add(event.stage)
+
+
+def option_value(value: Any) -> Any:
+    """An import path as what it names; any other value as it is.
+
+    :raises LoadError: it names nothing.
+    """
+    return load_object(value) if isinstance(value, str) and ":" in value and _well_formed(value) else value
