@@ -48,9 +48,7 @@ class Column(_Array[Number]):
     _code: ClassVar[str]
 
     def __new__(cls, values: Iterable[Number] = ()) -> Self:
-        if type(values) is list or isinstance(values, tuple | array):
-            return array.__new__(cls, cls._code, values)
-        return array.__new__(cls, cls._code, _numbers(values))
+        return array.__new__(cls, cls._code, values if type(values) in _PLAIN else _numbers(values))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
@@ -167,6 +165,10 @@ class LossMask(Column[int]):
 
     __slots__ = ()
     _code = "b"
+
+
+_PLAIN = frozenset({list, tuple, array, Tokens, LogProbs, LossMask})
+"""What `array` takes as it is."""
 
 
 def _numbers(values: Iterable[Any]) -> Iterable[Any]:
