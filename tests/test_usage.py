@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import pytest
@@ -17,12 +18,15 @@ from eventbus import (
     Drop,
     Group,
     JsonlPrompts,
+    LogReader,
     Pipeline,
     Prompts,
+    Replay,
     Sample,
     SampleStatus,
     TrainResult,
 )
+from eventbus.cli import app
 from eventbus.testing import run_stage, virtual_time
 from middleware import (
     DynamicFilter,
@@ -30,6 +34,7 @@ from middleware import (
     Generate,
     GroupAdvantage,
     Progress,
+    Recorder,
     limit,
     retry,
     reward_nonzero_std,
@@ -37,6 +42,7 @@ from middleware import (
     timeout,
 )
 
+Capture: TypeAlias = pytest.CaptureFixture[str]
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 
 
@@ -132,8 +138,9 @@ def test_embed_in_an_async_loop(backend: str, tmp_path: Path, capsys: pytest.Cap
             GroupAdvantage(),
         ],
         batch=BatchSpec(groups=4, over_sampling=6, max_rounds=4),
-        observers=[Progress()],
+        observers=[Recorder(tmp_path / "run.mcap"), Progress()],
     )  # building it opens nothing
+    assert not (tmp_path / "run.mcap").exists()
     seen: list[Batch] = []
 
     async def main() -> None:
@@ -270,3 +277,46 @@ def test_a_synchronous_script(tmp_path: Path) -> None:
         for batch in stream.rollouts(stop=3):
             losses.append(stream.call(Quick().train, batch).metrics["loss"])
     assert losses == [0.0, 1.0, 2.0]
+
+
+@BACKENDS
+def test_debug_a_recorded_run(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipeline = Pipeline(
+        Prompts((f"{n}+2=" for n in itertools.count()), group_size=4),
+        [
+            Generate(SimulatedEngine(answer)),
+            sample_stage(ask_judge, name="judge", external=True, on_error="resubmit"),
+            DynamicFilter(reward_nonzero_std, fallback="last"),
+        ],
+        BatchSpec(groups=2, over_sampling=4),
+        observers=[Recorder("run.mcap")],
+    )
+
+    async def main() -> None:
+        async with pipeline:
+            async for batch in pipeline.rollouts(start=136, stop=139):
+                await trainer.train(batch)
+
+    anyio.run(main, **virtual_time(backend))
+
+    def stricter(group: Group) -> FilterDecision:
+        return FilterDecision(keep=sum(group.rewards()) > 2, reason="too_hard")
+
+    log = LogReader("run.mcap")
+    for group in log.rollout(137).groups():
+        assert group.verdict is not None
+        print(group.index, group.rewards(), group.verdict.kept, group.verdict.reason)
+    report = Replay(log).what_if({"DynamicFilter": DynamicFilter(stricter, fallback="last")}, rollouts=[137])
+    print(report.added, report.removed, report.reasons)
+    assert "too_hard" in str(report.reasons)
+
+    for arguments in (
+        ["log", "info", "run.mcap"],
+        ["log", "why", "run.mcap", "sample:20"],
+        ["log", "check", "run.mcap"],
+        ["replay", "run.mcap", "--verify"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            app(arguments)
+        assert ended.value.code in (None, 0), capsys.readouterr()
