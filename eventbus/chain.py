@@ -171,6 +171,8 @@ class SampleChain:
                 if sample.status is _ABORTED:
                     return sample
         except Dropped as dropped:
+            if before is not None and stage is not None and not stage.wraps:  # which the stage itself raised
+                run.applied(stage, current_time() - place.began, before, dropped.drop)
             return dropped.drop
         except StopIteration as error:  # which a coroutine cannot raise
             run.error, run.failed_in = RuntimeError(f"stage {place.stage!r} raised StopIteration"), stage

@@ -605,8 +605,9 @@ async def test_stage_applied_says_what_a_drop_a_fan_out_and_an_external_stage_le
     def split(sample: Sample) -> list[Sample]:
         return [sample, sample.copy()]
 
-    def some_go(sample: Sample) -> Drop | None:
-        return Drop("second") if sample.index == 2 else None
+    def some_go(sample: Sample) -> None:
+        if sample.index == 2:
+            raise Dropped(Drop("second"))
 
     def asked(sample: Sample) -> None:
         sample.reward = 0.5
