@@ -276,10 +276,10 @@ class SampleJob(msgspec.Struct, eq=False):
         rollout = self.work.rollout
         runtime = rollout.runtime
         sample, self.sample = self.sample, None
-        if sample is None:
-            sample = self.work.first(self)
-        task = rollout.chain.run(self, sample, self.at)
         try:
+            if sample is None:
+                sample = self.work.first(self)
+            task = rollout.chain.run(self, sample, self.at)
             outcome = runtime.pool.slice.begin(runtime.context.copy(), self, task)
         except Exception as error:
             return self._failed(error)

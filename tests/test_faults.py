@@ -721,3 +721,21 @@ async def test_events_tell_time_by_the_loop_with_waits_and_attempts() -> None:
     times = [event.time_ns for event in log.events]
     assert times == sorted(times)
     assert round((times[-1] - times[0]) / 1e9, 3) == 7.0
+
+
+@virtual
+async def test_a_prompt_that_cannot_be_copied_fails_its_samples() -> None:
+    class Unwilling(dict[str, int]):
+        copies = 0
+
+        def __copy__(self) -> Any:
+            Unwilling.copies += 1
+            if Unwilling.copies > 1:  # the first is the prompt source's own
+                raise RuntimeError("one of a kind")
+            return Unwilling(self)
+
+    prompts = Prompts([Sample(prompt="a", metadata={"it": Unwilling()}), "b"], 2)
+    async with Pipeline(prompts, [Generate(engine())], BatchSpec(1, max_rounds=2, over_sampling=1)) as pipeline:
+        batch = await anext(pipeline.rollouts())
+    assert [group.prompt for group in batch.groups] == ["b"]
+    assert (batch.summary.failed, batch.summary.failed_samples) == (1, 1)
