@@ -169,11 +169,11 @@ class TimeSlice:
         self, context: Context, job: Job, task: Coroutine[Any, Any, Any], yielded: Any
     ) -> Generator[Any, Any, Any]:
         run, send, throw = context.run, task.send, task.throw
+        received: list[Any] = []  # not kept in a variable: on trio it may be an error, and see below
         while True:
             error: BaseException | None = None
-            value: Any = None
             try:
-                value = yield yielded
+                received.append((yield yielded))
             except BaseException as thrown:  # a cancellation or an injected error: the task's own to handle
                 error = thrown
             self.started = now = perf_counter()
@@ -181,7 +181,7 @@ class TimeSlice:
                 self.end = self._next_end()
             self.running = job
             try:
-                yielded = run(send, value) if error is None else run(throw, error)
+                yielded = run(send, received.pop()) if error is None else run(throw, error)
             except StopIteration as stop:
                 return stop.value
             except anyio.get_cancelled_exc_class() as cancelled:
