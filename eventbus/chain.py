@@ -268,6 +268,9 @@ class SampleChain:
             settle(result, stage.name)
             if before is not None:
                 run.applied(stage, current_time() - place.began, before, result)
+            if place.generated:
+                place.generated = False
+                run.generated(stage, result, None)
             return result
         except Dropped as dropped:
             return dropped.drop

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from eventbus.batching import BatchSpec, RolloutExhausted
@@ -655,12 +656,15 @@ class Rollout:
             batch = batch if result is None else result
             settle_all(batch.samples, stage.name, f"the batch of rollout {self.id}")
         if self.runtime.hub.wants("batch_assembled"):
+            self.waits_for = "the digest of the batch"  # of hundreds of megabytes: not on the loop
+            content = await anyio.to_thread.run_sync(digest, batch.groups)
+            self.waits_for = None
             self.emit(
                 "batch_assembled",
                 groups=[group.index for group in batch.groups],
                 samples=batch.summary.samples,
                 loss_tokens=batch.summary.loss_tokens,
-                digest=digest(batch.groups),
+                digest=content,
             )
         return batch
 

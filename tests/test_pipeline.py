@@ -646,6 +646,21 @@ async def test_submitted_groups_show_their_prompt_and_generated_samples_are_show
     assert set(generated.samples[0][0].columns) == {"tokens", "rollout_log_probs"}
 
 
+async def test_a_fan_out_that_asks_the_engine_and_gives_one_sample_is_in_the_events_itself() -> None:
+    asked = engine()
+
+    async def turns(sample: Sample) -> Sample | list[Sample]:
+        with current_rollout().generating(asked, sample):
+            await asked.generate(sample, {})
+        return sample
+
+    def later(sample: Sample) -> None: ...
+
+    log = Log("sample_generated")
+    await batches(Pipeline(endless(1), [turns, later], BatchSpec(1), observers=[log]))
+    assert [event.stage for event in log.events] == ["turns"]
+
+
 async def test_an_observer_that_wants_whole_samples_gets_them() -> None:
     class Whole(Log):
         pipelines: ClassVar[list[Pipeline]] = []
