@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
@@ -96,21 +95,22 @@ class Recorder:
         if self._writer is not None:
             raise RuntimeError(f"{self.path}: this Recorder records a pipeline already; give the other one its own")
         from eventbus.log import LogError, LogWriter, stage_notes
+        from eventbus.log.format import described
 
-        self._entered += 1
-        if self._entered > 1:
-            self.path = self._first_path.with_suffix(f".{self._entered}{self._first_path.suffix}")
+        if self._entered:
+            self.path = self._first_path.with_suffix(f".{self._entered + 1}{self._first_path.suffix}")
         pipeline, self._pipeline = self._pipeline, None
         stages = [] if pipeline is None else stage_notes(pipeline.stages)
         self._broken = False
-        try:
-            open_log = partial(LogWriter, self.path, stages=stages, **self._options)
-            with anyio.CancelScope(shield=True):  # describing the channels takes a moment
-                self._writer = await anyio.to_thread.run_sync(open_log)
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(described)  # which takes a moment, once
+        try:  # not in a thread: a cancellation of asyncio's own would leave the file open
+            self._writer = LogWriter(self.path, stages=stages, **self._options)
         except LogError as error:
             if self._stops or isinstance(error.__cause__, FileExistsError):
                 raise
             self._go_on_without(error)
+        self._entered += 1
         return self
 
     async def __aexit__(

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from eventbus.batching import BatchSpec
+from eventbus.events import GroupEnded, StageApplied
 from eventbus.log import LogReader, LogWriter
 from eventbus.log.inspect import commands, why
 from eventbus.pipeline import Pipeline
@@ -237,9 +238,9 @@ def test_why(run: Any, log: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sample:99"], "sample:99: not in this log; there are samples from 0 to"),
+        (["sample:99"], "sample:99: not in this log; the nearest is "),
         (["17"], "'17': write sample:1234 (Sample.index) or group:17 (Group.index)"),
-        (["group:0", "--rollout", "7"], "group:0: not in this log in rollout 7"),
+        (["group:1", "--rollout", "1"], "group:1: not in this log in rollout 1; the nearest is "),
     ],
 )
 def test_why_says_what_is_wrong(run: Any, log: Path, arguments: list[str], message: str) -> None:
@@ -420,3 +421,104 @@ def test_damage_is_told_on_standard_error(run: Any, log: Path, tmp_path: Path) -
     assert f"byte {chunk.position} to " in checked.out
     assert "1 damaged place" in checked.out
     assert run("info", path).code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("cat", "--limit", "-1"),
+        ("cat", "--limit", "2.5"),
+        ("cat", "--since", "inf"),
+        ("cat", "--until", "nan"),
+        ("waste", "--top", "-1"),
+        ("diff", "--limit", "-1"),
+    ],
+)
+def test_numbers_out_of_range(run: Any, log: Path, arguments: tuple[str, ...]) -> None:
+    name, *options = arguments
+    paths = [log, log] if name == "diff" else [log]
+    result = run(name, *paths, *options)
+    assert (result.code, result.out) == (2, "")
+    assert "is no " in result.err
+
+
+@pytest.mark.parametrize("arguments", [("cat",), ("why", "group:0"), ("export", "-")])
+def test_a_rollout_that_is_not_there(run: Any, log: Path, arguments: tuple[str, ...]) -> None:
+    name, *rest = arguments
+    result = run(name, log, *rest, "--rollout", 9)
+    assert (result.code, result.out) == (2, "")
+    assert "no rollout 9 in this log; the nearest is 1" in result.err
+
+
+def test_a_reason_with_control_characters_stays_in_its_line(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.mcap"
+    with LogWriter(path) as writer:
+        writer.write(
+            GroupEnded(seq=0, time_ns=0, rollout_id=0, group_index=0, outcome="dropped", reason="a\n\x1b[31mb")
+        )
+    result = run("cat", path)
+    assert result.out.count("\n") == 1
+    assert "dropped, a??[31mb" in result.out
+
+
+def test_arrays_that_differ_are_no_error(run: Any, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    paths = [tmp_path / "a.mcap", tmp_path / "b.mcap"]
+    for path, count in zip(paths, (3, 4), strict=True):
+        with LogWriter(path) as writer:
+            for seq in range(2):
+                changed = {"metadata": {"array": numpy.arange(count + seq)}}
+                writer.write(
+                    StageApplied(
+                        seq=seq, time_ns=0, rollout_id=0, group_index=seq, stage="s", seconds=0.0, changed=changed
+                    )
+                )
+    result = run("diff", *paths)
+    assert result.code == 1
+    assert "changed.metadata.array" in result.out
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.json"])
+def test_an_export_that_fails_leaves_nothing(
+    run: Any, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def events(self: LogReader, *arguments: Any, **options: Any) -> Any:
+        yield from [next(found(self))]
+        raise KeyboardInterrupt
+
+    found = LogReader.events
+    monkeypatch.setattr(LogReader, "events", events)
+    assert run("export", log, tmp_path / name).code == 130
+    assert not (tmp_path / name).exists()
+
+
+def test_an_import_that_is_interrupted_leaves_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eventbus.log.inspect.slime.load_record", interrupted)
+    (tmp_path / "0.pt").touch()
+    assert run("import", tmp_path / "0.pt", tmp_path / "run.mcap").code == 130
+    assert not (tmp_path / "run.mcap").exists()
+
+
+def test_a_metadata_record_that_is_missing_is_not_made_up(run: Any, log: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.mcap"
+    whole = log.read_bytes()
+    path.write_bytes(
+        whole.replace(b"\x0arolloutbus\x00\x00", b"\x0arolloutbux\x00\x00", 1).replace(b"started_ns", b"startex_ns", 1)
+    )
+    result = run("info", path)
+    assert "1970" not in result.out
+    assert "damaged" in result.err
+
+
+def test_a_standard_output_that_is_closed(log: Path) -> None:
+    for arguments in ("info", "cat --json", "check --json"):
+        name, *options = arguments.split()
+        program = "from eventbus.log.inspect.commands import app; app()"
+        command = f'{sys.executable} -c "{program}" {name} {log} {" ".join(options)} >&-'
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mcap.reader import make_reader
+from mcap.writer import CompressionType, IndexType, Writer
 
 from eventbus.events import Event, GroupEnded, RolloutFinished, RolloutStarted, SampleGenerated, UnknownEvent, light
 from eventbus.log import LogError, LogReader, LogWriter, recover
@@ -742,3 +743,186 @@ def check_what_was_left(path: Path, seen: int) -> None:
 def python(program: str, *arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=check)
+
+
+# Files that the writer did not leave so
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_part_of_zeros_is_reported(path: Path, finished: bool) -> None:
+    """As a file system leaves blocks that it never wrote."""
+    written(path, ENTRIES, flush=lambda place: place % 7 == 0)
+    whole = path.read_bytes() if finished else unclosed(path)
+    described_at = LogFile(path).chunks[0].position
+    rng = random.Random(0)
+    for _ in range(60):
+        start, length = rng.randrange(described_at, len(whole)), rng.choice([8, 64, 512, 4096])
+        path.write_bytes(whole[:start] + bytes(len(whole[start : start + length])) + whole[start + length :])
+        with LogReader(path) as log:
+            read = list(log.events())
+            for part in log.rounds:
+                list(log.rollout(part.rollout_id).groups())
+            assert [event for event, _ in ENTRIES] == read or log.damage
+        report = recover(path, path.with_name("saved.mcap"), overwrite=True)
+        assert report.events == len(read)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compression": CompressionType.NONE},
+        {"enable_crcs": False},
+        {"index_types": IndexType.NONE},
+        {"index_types": IndexType.CHUNK},
+        {"use_statistics": False, "use_summary_offsets": False},
+        {"chunk_size": 300},
+    ],
+)
+def test_a_copy_that_mcaps_own_writer_made(path: Path, options: dict[str, Any]) -> None:
+    """It mixes events and columns in a chunk, and may leave out indexes and CRCs."""
+    copied(path, path.with_name("copy.mcap"), **options)
+    with LogReader(path.with_name("copy.mcap")) as log:
+        assert content(log) == ENTRIES
+        assert [part.counts["rollout_finished"] for part in log.rounds] == [1, 1]
+        assert log.damage == []
+
+
+def test_messages_outside_of_chunks_are_refused(path: Path) -> None:
+    copied(path, path.with_name("copy.mcap"), use_chunking=False)
+    with pytest.raises(LogError, match="its messages lie in no chunks"):
+        LogReader(path.with_name("copy.mcap"))
+
+
+def test_a_channel_of_somebody_else_is_not_taken_for_columns(path: Path) -> None:
+    with path.open("wb") as file:
+        writer = Writer(file)
+        writer.start(profile="rolloutbus")
+        channel = writer.register_channel("/other", "json", writer.register_schema("other", "jsonschema", b"{}"))
+        writer.add_message(channel, 1, b"{}", 1)
+        writer.finish()  # type: ignore[no-untyped-call]
+    with LogReader(path) as log:
+        assert list(log.events()) == []
+        assert any("an event cannot be decoded" in damage.reason for damage in log.damage)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_second_file_behind_the_first_is_reported(path: Path, cut: bool) -> None:
+    written(path, ENTRIES)
+    whole = path.read_bytes()
+    path.write_bytes(whole + (unclosed(path) if cut else whole))
+    with LogReader(path) as log:
+        assert content(log) == ENTRIES
+        assert [(damage.position, "another file that was appended" in damage.reason) for damage in log.damage] == [
+            (len(whole), True)
+        ]
+
+
+def copied(path: Path, target: Path, **options: Any) -> None:
+    written(path, ENTRIES, flush=lambda place: place % 7 == 0)
+    with path.open("rb") as file, target.open("wb") as out:
+        reader, writer = make_reader(file), Writer(out, **options)
+        writer.start(profile="rolloutbus", library="another")
+        for metadata in reader.iter_metadata():
+            writer.add_metadata(metadata.name, metadata.metadata)
+        numbers: dict[int, int] = {}
+        for schema, channel, message in reader.iter_messages(log_time_order=False):
+            assert schema is not None
+            if channel.id not in numbers:
+                known = writer.register_schema(schema.name, schema.encoding, schema.data)
+                numbers[channel.id] = writer.register_channel(channel.topic, channel.message_encoding, known)
+            writer.add_message(
+                numbers[channel.id], message.log_time, message.data, message.publish_time, message.sequence
+            )
+        writer.finish()  # type: ignore[no-untyped-call]
+
+
+# Names, disks, ends
+
+
+def test_a_folder_is_no_log(tmp_path: Path) -> None:
+    with pytest.raises(LogError, match="a folder; give the path of a file in it"):
+        LogWriter(tmp_path)
+    with pytest.raises(LogError, match="Is a directory"):
+        LogReader(tmp_path)
+
+
+def test_a_command_line_that_is_no_utf_8(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["caf\udce9.py"])
+    LogWriter(path, config="# caf\udce9\n").close()
+    with LogReader(path) as log:
+        assert log.header.command == ["caf\\udce9.py"]
+        assert log.header.config == "# caf\\udce9\n"
+
+
+def test_a_full_buffer_is_not_full_when_nothing_can_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container_module, "os", FullDisk(26_000))
+    log = LogWriter(path, limit=1)
+    with pytest.raises(LogError, match="No space left"):
+        for event, samples in ENTRIES:
+            log.write(event, samples or None)
+    assert not log.full
+    with pytest.raises(LogError, match="No space left"):
+        log.close()
+
+
+def test_a_disk_that_is_full_only_when_the_file_is_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(descriptor: int) -> None:
+        closed(descriptor)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    log, closed = LogWriter(path), os.close
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(LogError, match="cannot be written: Disk quota exceeded"):
+        log.close()
+    log.close()
+
+
+def test_a_disk_that_fails_to_sync(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(LogError, match="cannot be written: Input/output error"):
+        written(path, ENTRIES, durable=True)
+    with LogReader(path) as log:
+        assert list(log.events())
+
+
+def test_a_file_that_was_removed_while_it_was_written(path: Path) -> None:
+    log = LogWriter(path)
+    path.unlink()
+    with pytest.raises(LogError, match=r"the file was removed while it was written$"):
+        log.close()
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_an_interpreter_that_exits_before_the_log_is_closed(path: Path, fork: bool) -> None:
+    program = """
+        import os, sys
+        from tests.test_log_file import ENTRIES
+        from eventbus.log import LogWriter
+        log = LogWriter(sys.argv[1])
+        for place, (event, samples) in enumerate(ENTRIES):
+            log.write(event, samples or None)
+            if sys.argv[2] == "True" and place == 20:
+                if not os.fork():
+                    sys.exit()
+                os.wait()
+        print(len(ENTRIES))
+    """
+    done = python(program, str(path), str(fork), check=True)
+    with LogReader(path) as log:
+        assert len(list(log.events())) == int(done.stdout)
+        assert log.finished
+        assert log.damage == []
+
+
+def test_the_index_is_kept_packed(path: Path) -> None:
+    """A run of days has millions of chunks."""
+    with LogWriter(path) as log:
+        for event, samples in ENTRIES:
+            log.write(event, samples or None)
+            log.flush()
+        held = [value for value in vars(log._container).values() if isinstance(value, list)]
+        assert held == []

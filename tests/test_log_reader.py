@@ -7,6 +7,8 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from operator import methodcaller, ne
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,15 @@ from eventbus.events import (
 )
 from eventbus.group import Group, Verdict
 from eventbus.log import LogError, RecordedSample, recover
+from eventbus.log import container as container_module
 from eventbus.log.file import LogFile
+from eventbus.pipeline import Pipeline
 from eventbus.sample import Sample
-from tests.logs import Entry, unclosed, witnessed, written
+from eventbus.testing import virtual_time
+from middleware import Recorder
+from tests.logs import Entry, small_pipeline, unclosed, witnessed, written
+from tests.streams import some
+from tests.test_log_file import FullDisk
 
 ENTRIES: list[Entry] = anyio.run(witnessed, 4)
 EVENTS = [event for event, _ in ENTRIES]
@@ -419,3 +427,104 @@ def test_a_round_without_its_beginning(tmp_path: Path) -> None:
     with LogReader(path) as log:
         assert [part.rollout_id for part in log.rounds] == [0, 1, 2, 3]
         assert len(list(log.rollout(3).groups())) == 2
+
+
+# Numbers that come again
+
+
+async def repeated(path: Path, overlapping: bool) -> None:
+    pipeline = small_pipeline(Recorder(path, payload="kept"))
+    async with pipeline:
+        await batches_of(pipeline)
+        await batches_of(pipeline)
+        if overlapping:
+            async with anyio.create_task_group() as tasks:
+                for length in (1, 2):
+                    tasks.start_soon(partial(pipeline.evaluate, some(length), rollout_id=0))
+        else:
+            for length in (1, 2):
+                await pipeline.evaluate(some(length), rollout_id=0)
+
+
+async def batches_of(pipeline: Pipeline) -> None:
+    async for _ in pipeline.rollouts(stop=1):
+        pass
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_rounds_of_one_number_are_told_apart(tmp_path: Path, closed: bool, backend: str) -> None:
+    path = tmp_path / "run.mcap"
+    clock: Any = virtual_time(backend)  # both evaluations happen at one moment
+    anyio.run(repeated, path, False, **clock)
+    if not closed:
+        path.write_bytes(unclosed(path))
+    with LogReader(path) as log:
+        assert [str(part) for part in log.rounds] == ["rollout 0"] * 2 + ["evaluation 0"] * 2
+        found = [log.rollout(part) for part in log.rounds]
+        assert [sum(event.kind == "rollout_started" for event in each.events()) for each in found] == [1] * 4
+        assert [len(list(each.groups())) for each in found[2:]] == [1, 2]
+        assert all(each.finished for each in found)
+        assert sum(len(list(each.events())) for each in found) == len(list(log.events()))
+        assert len(list(log.rollout(0, evaluation=True).groups())) == 2  # the last of them
+        assert len(list(log.events("rollout_started", rollout=0))) == 4
+        assert log.damage == []
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_evaluations_of_one_number_that_overlap_are_one(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "run.mcap"
+    anyio.run(repeated, path, True, backend=backend)
+    with LogReader(path) as log:
+        last = log.rounds[-1]
+        assert (last.evaluation, last.finished, last.counts["rollout_finished"]) == (True, True, 2)
+        assert len(log.rounds) == 3
+        kept = [group for group in log.rollout(last).groups() if group.outcome == "kept"]
+        assert all(len(sample.tokens) >= 5 for group in kept for sample in group.samples)
+        assert log.damage == []
+
+
+def test_the_notes_behind_a_chunk_may_be_cut_off(path: Path) -> None:
+    """One chunk may end a round and begin the next; of the notes behind it any number may be there."""
+    entries = anyio.run(witnessed)
+    written(path, entries, flush=lambda place: place == 5)
+    whole = unclosed(path)
+    file = LogFile(path)
+    notes = [position for position, name, _ in file.metadata if name == "rollout"]
+    file.close()
+    for position in notes:
+        path.write_bytes(whole[: position + 4])
+        with LogReader(path) as log:
+            count = len(list(log.events()))
+            assert sum(sum(part.counts.values()) for part in log.rounds) == count
+
+
+# Files that go away
+
+
+@pytest.mark.parametrize("how", ["removed", "cut off"])
+def test_following_a_file_that_goes_away(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "run.mcap"
+    entries = anyio.run(witnessed)
+    with suppress(LogError), LogWriter(path) as writer:
+        for event, samples in entries[:10]:
+            writer.write(event, samples or None)
+        writer.flush()
+        with LogReader(path) as log:
+            events = log.follow()
+            for event, _ in entries[:10]:
+                assert next(events) == event
+            if how == "removed":
+                path.unlink()
+            else:
+                os.truncate(path, 100)
+            with pytest.raises(LogError, match=f"the file was {how}"):
+                next(events)
+
+
+def test_a_recovery_that_fails_leaves_nothing(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target.mcap"
+    monkeypatch.setattr(container_module, "os", FullDisk(30_000))
+    with pytest.raises(LogError, match="No space left"):
+        recover(path, target)
+    assert not target.exists()

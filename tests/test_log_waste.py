@@ -221,7 +221,7 @@ def test_every_token_is_in_exactly_one_place(data: st.DataObject, backend: str) 
                 try:
                     async for _ in pipeline.rollouts(stop=3, ahead=1):
                         pass
-                except RolloutExhausted:
+                except (RolloutExhausted, ExceptionGroup):  # more samples failed than it tolerates
                     pass
 
     anyio.run(main, **virtual_time(backend))

@@ -252,7 +252,7 @@ def test_an_unfinished_lineage_and_one_that_is_not_there() -> None:
     lineage = why(iter(cut), "sample:1")
     assert lineage.chapters[0].outcome is None
     assert "still under way where the log ends" in text(lineage)
-    with pytest.raises(LookupError, match=r"sample:99: not in this log; there are samples from 0 to 1"):
+    with pytest.raises(LookupError, match=r"sample:99: not in this log; the nearest is 1, there are 0 to 1"):
         why(log.events, "sample:99")
 
 

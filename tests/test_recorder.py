@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -444,3 +446,60 @@ async def test_a_partial_sample_of_an_aborted_request(path: Path) -> None:
     with LogReader(path) as log:
         partial = [sample for execution in log.samples(recycled)[1:] for sample in execution]
         assert {tuple(sample.tokens) for sample in partial} == {(7, 8)}
+
+
+async def test_a_disk_that_fills_up_while_the_pipeline_waits_for_room(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("middleware.recorder._LIMIT", 1000)
+    monkeypatch.setattr(container_module, "os", FullDisk(45_000))
+    recorder = Recorder(path, on_error="continue")
+    with anyio.fail_after(30):
+        assert len(await batches(small_pipeline(recorder, length=200), 10)) == 10
+    assert recorder.lost > 0
+    assert sum("No space left" in message for message in caplog.messages) == 1
+
+
+async def test_an_entry_that_failed_does_not_count(path: Path) -> None:
+    path.touch()
+    recorder = Recorder(path)
+    with pytest.raises(LogError, match="the file exists"):
+        await batches(small_pipeline(recorder))
+    path.unlink()
+    await batches(small_pipeline(recorder))
+    assert recorder.path == path
+    with LogReader(path) as log:
+        assert log.finished
+
+
+async def test_a_native_cancellation_leaves_no_file_open(tmp_path: Path, anyio_backend_name: str) -> None:
+    """At each of the first points where a task can be cancelled; asyncio's own goes through shields."""
+    if anyio_backend_name != "asyncio":
+        pytest.skip("trio has no other than anyio's")
+    for moment in range(0, 60, 3):
+        recorder = Recorder(tmp_path / f"{moment}.mcap")
+        task = asyncio.ensure_future(batches(small_pipeline(recorder, length=50), 3))
+        for _ in range(moment):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        if recorder.path.exists():
+            with LogReader(recorder.path) as log:
+                assert log.finished
+                assert log.damage == []
+        assert not any(thread.name == f"rolloutbus log {moment}.mcap" for thread in threading.enumerate())
+
+
+async def test_a_cancellation_at_any_point_leaves_a_finished_log(tmp_path: Path) -> None:
+    for moment in range(0, 60, 3):
+        recorder = Recorder(tmp_path / f"{moment}.mcap")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(batches, small_pipeline(recorder, length=50), 3)
+            for _ in range(moment):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        if recorder.path.exists():
+            with LogReader(recorder.path) as log:
+                assert log.finished
+                assert log.damage == []

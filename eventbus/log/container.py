@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Final
 
@@ -100,8 +100,10 @@ class Container:
         self._descriptor = descriptor
         self._compressor: Any = None
         self._position = 0
-        self._chunks: list[ChunkIndex] = []
-        self._metadata: list[MetadataIndex] = []
+        # What the index will say, packed: a run of days has millions of chunks.
+        self._chunks, self._metadata = bytearray(), bytearray()
+        self._chunk_count = self._metadata_count = 0
+        self._start, self._end = 1 << 64, 0
         self._messages: Counter[int] = Counter()
         self._described = described or own()
         self._write([MAGIC, packed(Header(profile=PROFILE, library=library))])
@@ -146,7 +148,10 @@ class Container:
         chunk.free()
         for channel, places in index.items():
             self._messages[channel] += len(places) // 2
-        self._chunks.append(
+        if index:
+            self._start, self._end = min(self._start, start), max(self._end, end)
+        self._chunk_count += 1
+        self._chunks += packed(
             ChunkIndex(
                 chunk_length=whole,
                 chunk_start_offset=position,
@@ -163,7 +168,8 @@ class Container:
     def append_metadata(self, name: str, record: bytes) -> None:
         position = self._position
         self._write([record])
-        self._metadata.append(MetadataIndex(offset=position, length=len(record), name=name))
+        self._metadata_count += 1
+        self._metadata += packed(MetadataIndex(offset=position, length=len(record), name=name))
 
     def sync(self) -> None:
         """Wait until what was written is on the disk."""
@@ -171,40 +177,41 @@ class Container:
 
     def finish(self) -> None:
         """Write the end: the summary that readers find their way by."""
-        timed = [chunk for chunk in self._chunks if chunk.message_index_offsets]
         statistics = Statistics(
             attachment_count=0,
             channel_count=len(self._described[Opcode.CHANNEL]),
             channel_message_counts=dict(self._messages),
-            chunk_count=len(self._chunks),
+            chunk_count=self._chunk_count,
             message_count=self._messages.total(),
-            message_end_time=max((chunk.message_end_time for chunk in timed), default=0),
-            message_start_time=min((chunk.message_start_time for chunk in timed), default=0),
-            metadata_count=len(self._metadata),
+            message_end_time=self._end,
+            message_start_time=min(self._start, self._end),
+            metadata_count=self._metadata_count,
             schema_count=len(self._described[Opcode.SCHEMA]),
         )
-        groups: list[tuple[int, Iterable[bytes]]] = [
-            (Opcode.SCHEMA, self._described[Opcode.SCHEMA]),
-            (Opcode.CHANNEL, self._described[Opcode.CHANNEL]),
-            (Opcode.STATISTICS, [packed(statistics)]),
-            (Opcode.CHUNK_INDEX, map(packed, self._chunks)),
-            (Opcode.METADATA_INDEX, map(packed, self._metadata)),
+        groups: list[tuple[int, bytes | bytearray]] = [
+            (Opcode.SCHEMA, b"".join(self._described[Opcode.SCHEMA])),
+            (Opcode.CHANNEL, b"".join(self._described[Opcode.CHANNEL])),
+            (Opcode.STATISTICS, packed(statistics)),
+            (Opcode.CHUNK_INDEX, self._chunks),
+            (Opcode.METADATA_INDEX, self._metadata),
         ]
         end = packed(DataEnd(0))
         start = place = self._position + len(end)
-        summary: list[bytes] = []
+        summary: list[bytes | bytearray] = []
         offsets: list[bytes] = []
-        for opcode, records in groups:
-            content = b"".join(records)
+        for opcode, content in groups:
             summary.append(content)
-            offsets.append(packed(SummaryOffset(group_opcode=opcode, group_start=place, group_length=len(content))))
+            if content:
+                offsets.append(packed(SummaryOffset(group_opcode=opcode, group_start=place, group_length=len(content))))
             place += len(content)
-        content = b"".join(summary + offsets)
-        guarded = packed(Footer(summary_start=start, summary_offset_start=place, summary_crc=0))[:-4]
-        crc = zlib.crc32(guarded, zlib.crc32(content))
-        self._write([end, content, guarded, crc.to_bytes(4, "little"), MAGIC])
+        summary += offsets
+        summary.append(packed(Footer(summary_start=start, summary_offset_start=place, summary_crc=0))[:-4])
+        crc = 0
+        for content in summary:
+            crc = zlib.crc32(content, crc)
+        self._write([end, *summary, crc.to_bytes(4, "little"), MAGIC])
 
-    def _write(self, parts: Sequence[bytes | memoryview]) -> None:
+    def _write(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         """All of it or, as far as that is possible, nothing.
 
         :raises OSError: it could not be written.

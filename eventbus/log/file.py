@@ -64,7 +64,7 @@ Message = tuple[int, int, int, int, int]
 
 
 def messages(content: bytes) -> Iterator[Message]:
-    """The messages of a chunk."""
+    """The messages of a chunk, which `LogFile.content` has checked."""
     place, size, unpack = 0, len(content), MESSAGE.unpack_from
     while place < size:
         opcode, length = RECORD.unpack_from(content, place)
@@ -99,6 +99,8 @@ class LogFile:
         self.indexed = False
         """The file has its index: nothing but that was read."""
         self._tail: tuple[int, str] | None = None
+        self._linked = os.fstat(self._descriptor).st_nlink > 0
+        """What some network file systems never say."""
         try:
             self._open()
         except OSError as error:
@@ -136,14 +138,16 @@ class LogFile:
         record = self.read(chunk.position, chunk.length)
         if len(record) < chunk.length:
             raise Unreadable("the file ends before the chunk does")
-        data = record[chunk.length - chunk.size :] if chunk.compression else None
+        begun = _chunk_of(chunk.position, record[:_HEAD_SIZE])
+        if begun is None or record[0] != Opcode.CHUNK or (begun.length, begun.size) != (chunk.length, chunk.size):
+            raise Unreadable("no chunk begins where one should")
+        data = memoryview(record)[chunk.length - chunk.size :]
+        content = _decompressed(data, chunk) if chunk.compression else data.tobytes()
         crc = CHUNK_FIELDS.unpack_from(record, RECORD.size)[3]
-        if data is None:
-            content = memoryview(record)[chunk.length - chunk.size :].tobytes()
-        else:
-            content = _decompressed(data, chunk)
         if crc and zlib.crc32(content) != crc:
             raise Unreadable("the chunk's CRC does not fit")
+        if not crc and not _whole(content):  # other writers may leave it out
+            raise Unreadable("the chunk has no CRC, and is damaged")
         return content
 
     def note(self, position: int, length: int, reason: str) -> Damage:
@@ -162,11 +166,35 @@ class LogFile:
             self.note(0, len(MAGIC), "the file does not begin as an MCAP file does")
         self._next = len(MAGIC)
         if not self._read_index():
+            self.chunks.clear()
+            self.described.clear()
             self.grow()
             if self.finished and self._summary() is None:
-                self.note(self._next, self.size - self._next, _INDEX_DAMAGED)
+                self._note_end()
         if not self.channels:
             self.channels = {number: topic for topic, number in channels().items()}
+
+    def _note_end(self) -> None:
+        """Say what is wrong behind the records of a file whose index cannot be used."""
+        place, size = self._next, self.size
+        while place < size and len(head := self.read(place, RECORD.size)) == RECORD.size:
+            opcode, length = RECORD.unpack(head)
+            if not Opcode.FOOTER <= opcode <= Opcode.DATA_END:
+                break
+            place += RECORD.size + length
+            if opcode != Opcode.FOOTER:
+                continue
+            if self.read(place, len(MAGIC)) != MAGIC:
+                break
+            place += len(MAGIC)
+            if place < size:
+                self.note(place, size - place, _GOES_ON)
+            elif self.read(place - len(MAGIC) - 4, 4) == bytes(4):
+                return  # the index has no CRC, as other writers may leave it: nothing is wrong
+            else:
+                break
+            return
+        self.note(self._next, size - self._next, _INDEX_DAMAGED)
 
     def _summary(self) -> bytes | None:
         """The summary at the file's end and the footer behind it, if they are there and whole."""
@@ -185,6 +213,7 @@ class LogFile:
         if summary is None:
             return False
         offsets = []
+        told: tuple[int, ...] | None = None
         place, end = 0, len(summary) - _FOOTER.size + 4
         while place < end:
             opcode, length = RECORD.unpack_from(summary, place)
@@ -197,6 +226,17 @@ class LogFile:
                 self._describe(opcode, body)
             elif opcode == Opcode.METADATA_INDEX:
                 offsets.append((*struct.unpack_from("<QQ", body), body[20:]))
+            elif opcode == Opcode.STATISTICS:
+                told = _STATISTICS.unpack_from(body)
+        # Other writers may leave parts of it out.
+        if told is not None:
+            count, *_, metadata, chunks = told
+            if count and not chunks:
+                raise LogError(f"{self.path}: its messages lie in no chunks: no log that rolloutbus wrote")
+            if (metadata, chunks) != (len(offsets), len(self.chunks)):
+                return False
+        if any(chunk.end and not chunk.channels for chunk in self.chunks):
+            return False
         needed = {b"rolloutbus", b"rounds"}
         if not needed <= {name for *_, name in offsets}:
             needed.add(b"rollout")
@@ -246,6 +286,13 @@ class LogFile:
             self._next = after
         return self._next > began
 
+    def check_there(self) -> None:
+        """:raises LogError: the file that grows was cut off, or nobody finds it any more."""
+        if self.size < self._next:
+            raise LogError(f"{self.path}: the file was cut off, or written anew, while it was read")
+        if self._linked and not os.fstat(self._descriptor).st_nlink:
+            raise LogError(f"{self.path}: the file was removed while it was read")
+
     @property
     def tail(self) -> Damage | None:
         """What is at the end of a file that was not closed, and no whole record."""
@@ -293,7 +340,8 @@ class LogFile:
             numbers.add(channel)
             start, end = min(start, *times, start), max(end, *times, end)
             after += RECORD.size + length
-        if not numbers:  # it describes the channels, or the file ends behind it: it says itself what it holds
+        # It describes channels, or the file ends behind it: it says itself what it holds.
+        if not numbers or not numbers <= self.channels.keys():
             try:
                 content = self.content(chunk)
                 for opcode, body in _descriptions(content):
@@ -303,7 +351,9 @@ class LogFile:
                 self.note(position, chunk.length, str(error))
                 return after
             numbers = {channel for channel, *_ in found}
-        elif (start, end) != (chunk.start, chunk.end):  # one of both is damaged: it may hold any time
+            found_times = [time_ns for _, _, time_ns, *_ in found]
+            start, end = min(found_times, default=0), max(found_times, default=0)
+        if (start, end) != (chunk.start, chunk.end):  # one of both is damaged: it may hold any time
             chunk = msgspec.structs.replace(chunk, start=0, end=(1 << 64) - 1)
         self.chunks.append(msgspec.structs.replace(chunk, channels=frozenset(numbers)))
         return after
@@ -322,7 +372,7 @@ class LogFile:
             window = self.read(place, _WINDOW)
             for match in _CHUNK_HEAD.finditer(window):
                 found = place + match.start()
-                chunk = _chunk_of(found, window[match.start() :])
+                chunk = _chunk_of(found, window[match.start() : match.start() + _HEAD_SIZE])
                 if chunk is not None and found + chunk.length <= size:
                     try:
                         self.content(chunk)
@@ -337,8 +387,11 @@ class LogFile:
 
 _FOOTER: Final = struct.Struct("<BQQQI")
 _INDEX_DAMAGED: Final = "the index at the file's end is damaged; the file was searched instead"
+_GOES_ON: Final = "the log ends before this; what follows, such as another file that was appended, is not read"
 _CHANNEL: Final = struct.Struct("<HHI")
 _COUNT: Final = struct.Struct("<I")
+_STATISTICS: Final = struct.Struct("<QHIIII")
+"""How many messages, schemas, channels, attachments, metadata records and chunks."""
 _INDEX: Final = struct.Struct("<BQHI")
 _TIMES: Final = struct.Struct("<QQQQI")
 _LARGE: Final = 64 << 20
@@ -373,6 +426,17 @@ def _metadata(record: bytes) -> tuple[str, dict[str, str]]:
         key = text()
         fields[key] = text()
     return name, fields
+
+
+def _whole(content: bytes) -> bool:
+    """Whether it consists of records."""
+    place = 0
+    while place + RECORD.size <= len(content):
+        opcode, length = RECORD.unpack_from(content, place)
+        if opcode not in (Opcode.SCHEMA, Opcode.CHANNEL, Opcode.MESSAGE) or length < (opcode == Opcode.MESSAGE) * 22:
+            return False
+        place += RECORD.size + length
+    return place == len(content)
 
 
 def _descriptions(content: bytes) -> Iterator[tuple[int, bytes]]:
@@ -413,7 +477,7 @@ def _chunk_of(position: int, head: bytes) -> StoredChunk | None:
     return StoredChunk(position, RECORD.size + length, size, compression, content_size, start, end, frozenset())
 
 
-def _decompressed(data: bytes, chunk: StoredChunk) -> bytes:
+def _decompressed(data: memoryview, chunk: StoredChunk) -> bytes:
     try:
         if chunk.compression == "zstd":
             import zstandard

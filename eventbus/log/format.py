@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,7 +30,7 @@ from mcap.data_stream import RecordBuilder
 from mcap.opcode import Opcode
 from mcap.records import Channel, McapRecord, Metadata, Schema
 
-from eventbus.events import EVENT_KINDS
+from eventbus.events import EVENT_KINDS, Event, EventHead
 from eventbus.sample import Sample
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Payload",
     "Place",
     "Round",
+    "RoundList",
     "Rounds",
     "StageNote",
     "StoredColumns",
@@ -135,6 +136,53 @@ class Round(msgspec.Struct, omit_defaults=True):
 
     def __str__(self) -> str:
         return f"{'evaluation' if self.evaluation else 'rollout'} {self.rollout_id}"
+
+
+class RoundList:
+    """The rounds of a stream, counted event by event. A number that comes again, after its round has finished, is
+    another round; evaluations of the same number that overlap cannot be told apart, and are one."""
+
+    def __init__(self, rounds: Iterable[Round] = ()) -> None:
+        self.all: list[Round] = []
+        """In the order in which they began."""
+        self._places: dict[tuple[int, bool], int] = {}
+        """Where the last of each number is in `all`."""
+        for part in rounds:
+            self.add(part)
+
+    def add(self, part: Round) -> None:
+        """A round as far as it was counted before: it takes the place of what was known of it."""
+        key = (part.rollout_id, part.evaluation)
+        place = self._places.get(key)
+        if place is not None and self.all[place].first_seq == part.first_seq:
+            self.all[place] = part
+        else:
+            self._add(key, part)
+
+    def _add(self, key: tuple[int, bool], part: Round) -> Round:
+        self._places[key] = len(self.all)
+        self.all.append(part)
+        return part
+
+    def count(self, event: Event | EventHead, kind: str) -> Round:
+        """Count an event to its round, once."""
+        key, seq, time_ns = (event.rollout_id, event.evaluation), event.seq, event.time_ns
+        place = self._places.get(key)
+        part = None if place is None else self.all[place]
+        if part is None or (kind == "rollout_started" and part.finished and seq > part.last_seq):
+            part = self._add(key, Round(*key, seq, seq, time_ns, time_ns))
+        elif seq <= part.last_seq:
+            return part
+        elif time_ns >= part.last_ns:
+            part.last_ns = time_ns
+        elif time_ns < part.first_ns:
+            part.first_ns = time_ns
+        part.last_seq = seq
+        counts = part.counts
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind in ("rollout_started", "rollout_finished"):
+            part.finished = counts.get("rollout_finished", 0) >= max(1, counts.get("rollout_started", 0))
+        return part
 
 
 class StoredColumns(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -24,7 +24,7 @@ from eventbus.events import EVENT_KINDS, ColumnMark, Event, EventHead, RolloutFi
 from eventbus.group import Summary, Verdict
 from eventbus.ledger import Outcome
 from eventbus.log.file import Damage, LogFile, StoredChunk, Unreadable, messages
-from eventbus.log.format import COLUMNS, HEAVY_FIELDS, LogError, LogHeader, Place, Round, Rounds, metadata_of
+from eventbus.log.format import COLUMNS, HEAVY_FIELDS, LogError, LogHeader, Place, Round, RoundList, Rounds, metadata_of
 from eventbus.log.recorded import RecordedGroup, RecordedLight, RecordedSample, recorded
 from eventbus.sample import Sample
 from eventbus.wire import SCHEMA_VERSION, WireError, decode
@@ -50,7 +50,7 @@ class LogReader:
         self._contents: OrderedDict[int, tuple[memoryview, dict[tuple[int, int], tuple[int, int]]]] = OrderedDict()
         """Column chunks that were read last, by position: their content, and where each message is in it."""
         self._held = 0
-        self._rounds: dict[tuple[int, bool], Round] | None = None
+        self._rounds: list[Round] | None = None
         self._sort()
         self.header = self._header()
 
@@ -74,10 +74,10 @@ class LogReader:
 
     @property
     def rounds(self) -> list[Round]:
-        """The rounds in the order of their first event."""
+        """The rounds in the order of their first event. Two may have the same number: see `rollout`."""
         if self._rounds is None:
-            self._rounds = self._find_rounds()
-        return sorted(self._rounds.values(), key=lambda part: part.first_seq)
+            self._rounds = sorted(self._find_rounds(), key=lambda part: part.first_seq)
+        return self._rounds
 
     def close(self) -> None:
         self._file.close()
@@ -96,7 +96,7 @@ class LogReader:
         self,
         kinds: Collection[str] | str | None = None,
         *,
-        rollout: int | None = None,
+        rollout: int | Round | None = None,
         evaluation: bool | None = None,
         group: int | None = None,
         execution: int | None = None,
@@ -107,19 +107,22 @@ class LogReader:
         """The events that fit all of these, in order of `seq`.
 
         :param kinds: one name or several.
-        :param rollout: number of the round; with `evaluation=None` of both kinds.
+        :param rollout: number of the round, with `evaluation=None` of both kinds; or one of `rounds`.
         :param execution: events of one execution, and those that submitted it; `index` likewise of one sample.
         :param since_ns: the earliest `time_ns`; `until_ns` is the latest.
         :raises ValueError: there is no such kind.
         """
         numbers = self._numbers(kinds)
-        part = None
-        if rollout is not None:
+        part: Round | None = None
+        if isinstance(rollout, Round):
+            part, evaluation = rollout, rollout.evaluation
+            rollout = part.rollout_id
+        elif rollout is not None:
             parts = [one for one in self.rounds if one.rollout_id == rollout and evaluation in (None, one.evaluation)]
             if not parts:
                 return iter(())
             part = _hull(parts)
-        wanted = _Wanted(rollout, evaluation, group, execution, index)
+        wanted = _Wanted(rollout, evaluation, group, execution, index, part)
         return self._decoded(self._messages(numbers, since_ns, until_ns, part), wanted)
 
     def _decoded(self, found: Iterator[tuple[int, bytes, int]], wanted: _Wanted) -> Iterator[Event]:
@@ -137,26 +140,31 @@ class LogReader:
         """The events from the first one on, and those that are still being written, until the file is finished.
 
         Blocks while there are none.
+
+        :raises LogError: the file was cut off or removed: there will be none.
         """
         numbers = self._numbers(kinds)
         done = 0
         while True:
             there = len(self._light)
-            yield from self._decoded(self._messages(numbers, start=done), _Wanted())
+            yield from self._decoded(self._messages(numbers, begin=done), _Wanted())
             done = there
             if self._file.finished:
                 return
             while not self._file.grow():
+                self._file.check_there()
                 time.sleep(_POLL)
             self._rounds = None
             self._sort()
 
-    def rollout(self, rollout_id: int, *, evaluation: bool = False) -> RecordedRollout:
-        """One round.
+    def rollout(self, rollout_id: int | Round, *, evaluation: bool = False) -> RecordedRollout:
+        """One round. Of several with this number it is the last; give one of `rounds` for another.
 
         :raises LogError: the log does not have it; names the nearest.
         """
-        for part in self.rounds:
+        if isinstance(rollout_id, Round):
+            return RecordedRollout(self, rollout_id)
+        for part in reversed(self.rounds):
             if (part.rollout_id, part.evaluation) == (rollout_id, evaluation):
                 return RecordedRollout(self, part)
         kind = "evaluation" if evaluation else "rollout"
@@ -184,7 +192,7 @@ class LogReader:
         """Which chunks hold events, and which columns."""
         chunks = self._file.chunks[self._sorted :]
         self._sorted = len(self._file.chunks)
-        self._columns_channel = next((n for n, topic in self._file.channels.items() if topic == COLUMNS), 1)
+        self._columns_channel = next((n for n, topic in self._file.channels.items() if topic == COLUMNS), -1)
         for chunk in chunks:
             if chunk.channels - {self._columns_channel}:
                 self._light.append(chunk)
@@ -210,7 +218,7 @@ class LogReader:
         since: int | None = None,
         until: int | None = None,
         part: Round | None = None,
-        start: int = 0,
+        begin: int = 0,
     ) -> Iterator[tuple[int, bytes, int]]:
         """Channel, data and position of the messages of events, in order. Notes what is missing among them."""
         first = 0 if since is None else since
@@ -219,7 +227,7 @@ class LogReader:
             first, last = max(first, part.first_ns), min(last, part.last_ns)
         columns = self._columns_channel
         gaps = _Gaps(self._file, None if part is None or first > part.first_ns else part.first_seq)
-        for chunk in self._light[start:]:
+        for chunk in self._light[begin:]:
             if chunk.end < first or chunk.start > last:
                 gaps.skip()
                 continue
@@ -228,15 +236,18 @@ class LogReader:
             except Unreadable as error:
                 gaps.damaged(self._file.note(chunk.position, chunk.length, str(error)))
                 continue
-            for channel, sequence, time_ns, at, end in messages(content):
+            at = end = 0
+            for channel, sequence, time_ns, start, stop in messages(content):
                 if channel == columns:
                     continue
+                at, end = start, stop
                 if sequence != gaps.expected:
                     gaps.jumped(sequence, content[at:end], chunk.position)
                 gaps.expected = (sequence + 1) & _LOW
                 if (numbers is None or channel in numbers) and first <= time_ns <= last:
                     yield channel, content[at:end], chunk.position
-            gaps.read(content[at:end], chunk)
+            if end:
+                gaps.read(content[at:end], chunk)
         gaps.end(None if part is None or last < part.last_ns else part.last_seq)
 
     def _undecodable(self, data: bytes, position: int, error: WireError) -> None:
@@ -263,15 +274,15 @@ class LogReader:
             self._file.note(0, 0, "the metadata of the log is missing")
         return LogHeader("", SCHEMA_VERSION)
 
-    def _find_rounds(self) -> dict[tuple[int, bool], Round]:
-        rounds: dict[tuple[int, bool], Round] = {}
+    def _find_rounds(self) -> list[Round]:
+        rounds = RoundList()
         noted = 0
-        whole = True
+        whole = not self._file.damage  # a note may be among what could not be read
         for position, name, fields in self._file.metadata:
             if name == "rounds":
                 try:
                     listed: Rounds = metadata_of(name, fields, Rounds)
-                    return {(part.rollout_id, part.evaluation): part for part in listed.rounds}
+                    return listed.rounds
                 except (ValueError, msgspec.MsgspecError) as error:
                     self._file.note(position, 0, f"the list of rounds is damaged: {error}")
                     whole = False
@@ -282,15 +293,17 @@ class LogReader:
                     self._file.note(position, 0, f"the note of a round is damaged: {error}")
                     whole = False
                     continue
-                rounds[part.rollout_id, part.evaluation] = part
+                rounds.add(part)
                 noted = position
-        # Behind the last note, and wherever a round goes on of which none says that it has finished.
-        since = min((part.first_ns for part in rounds.values() if not part.finished), default=_NEVER)
+        # Behind the last note and in the chunk before it, of which further notes may be cut off; and wherever a round
+        # goes on of which none says that it has finished.
+        since = min((part.first_ns for part in rounds.all if not part.finished), default=_NEVER)
+        begin = max((chunk.position for chunk in self._light if chunk.position < noted), default=0)
         if not whole:
-            rounds.clear()
-            since = noted = 0
+            rounds = RoundList()
+            since = begin = 0
         for chunk in self._light:
-            if chunk.position < noted and chunk.end < since:
+            if chunk.position < begin and chunk.end < since:
                 continue
             try:
                 content = self._file.content(chunk)
@@ -303,8 +316,8 @@ class LogReader:
                         head = decode(content[at:end], EventHead)
                     except WireError:
                         continue
-                    _count(rounds, head, self._file.channels.get(channel, "/")[1:])
-        return rounds
+                    rounds.count(head, self._file.channels.get(channel, "/")[1:])
+        return rounds.all
 
     # Columns
 
@@ -393,14 +406,14 @@ class RecordedRollout:
 
     def events(self, kinds: Collection[str] | str | None = None) -> Iterator[Event]:
         """Its events, in order of `seq`."""
-        return self._reader.events(kinds, rollout=self.rollout_id, evaluation=self.evaluation)
+        return self._reader.events(kinds, rollout=self._part)
 
     def groups(self) -> Iterator[RecordedGroup]:
         """Every completed group, whatever became of it, in order of completion. One that was completed more than once,
         because a stage asked for it again, appears as it was last.
         """
         reader = self._reader
-        wanted = _Wanted(self.rollout_id, self.evaluation)
+        wanted = _Wanted(self.rollout_id, self.evaluation, part=self._part)
         channels = {kind: reader._numbers(kind) for kind in _GROUP_KINDS}
         numbers = frozenset().union(*(number for number in channels.values() if number))
         kinds = {number: kind for kind, found in channels.items() for number in found or ()}
@@ -526,9 +539,11 @@ class _Wanted:
         group: int | None = None,
         execution: int | None = None,
         index: int | None = None,
+        part: Round | None = None,
     ) -> None:
         self.rollout, self.evaluation = rollout, evaluation
         self.group, self.execution, self.index = group, execution, index
+        self.first, self.last = (0, _NEVER) if part is None else (part.first_seq, part.last_seq)
         self.narrow = any(item is not None for item in (rollout, evaluation, group, execution, index))
 
     def has(self, data: bytes) -> bool:
@@ -538,6 +553,7 @@ class _Wanted:
             return True  # whoever decodes it says what is wrong
         return (
             (self.rollout is None or keys.rollout_id == self.rollout)
+            and self.first <= keys.seq <= self.last
             and (self.evaluation is None or keys.evaluation == self.evaluation)
             and (self.group is None or keys.group_index == self.group)
             and (self.execution is None or keys.execution == self.execution or self.execution in keys.executions)
@@ -546,6 +562,7 @@ class _Wanted:
 
 
 class _Keys(msgspec.Struct):
+    seq: int
     rollout_id: int
     evaluation: bool = False
     group_index: int | None = None
@@ -615,20 +632,6 @@ _LIGHT_FIELDS: Final = tuple(name for name in Sample.__struct_fields__ if name n
 
 def _recorded_sample(sample: Sample) -> RecordedSample:
     return RecordedSample(**{name: getattr(sample, name) for name in _LIGHT_FIELDS})
-
-
-def _count(rounds: dict[tuple[int, bool], Round], head: EventHead, kind: str) -> None:
-    key = (head.rollout_id, head.evaluation)
-    part = rounds.get(key)
-    if part is None:
-        part = rounds[key] = Round(*key, head.seq, head.seq, head.time_ns, head.time_ns)
-    elif head.seq <= part.last_seq:
-        return
-    part.last_seq = head.seq
-    part.first_ns = min(part.first_ns, head.time_ns)
-    part.last_ns = max(part.last_ns, head.time_ns)
-    part.counts[kind] = part.counts.get(kind, 0) + 1
-    part.finished = part.finished or kind == "rollout_finished"
 
 
 def _hull(parts: Sequence[Round]) -> Round:

@@ -46,11 +46,16 @@ def recover(
             raise LogError(f"{target}: a log cannot be recovered into itself; choose another path")
         descriptor = create(Path(target), overwrite)
         try:
-            return _copy(reader, descriptor)
-        except OSError as error:
-            raise LogError(f"{target}: the log cannot be written: {error.strerror or error}") from error
-        finally:
-            os.close(descriptor)
+            try:
+                return _copy(reader, descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException as error:
+            if os.path.isfile(target):  # half of a log would pass for all that could be saved
+                os.unlink(target)
+            if isinstance(error, OSError):
+                raise LogError(f"{target}: the log cannot be written: {error.strerror or error}") from error
+            raise
 
 
 def _copy(reader: LogReader, descriptor: int) -> RecoverReport:

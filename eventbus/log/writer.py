@@ -11,6 +11,8 @@ What it keeps true:
 
 from __future__ import annotations
 
+import atexit
+import errno
 import os
 import platform
 import sys
@@ -37,7 +39,7 @@ from eventbus.log.format import (
     LogHeader,
     Payload,
     Place,
-    Round,
+    RoundList,
     Rounds,
     StageNote,
     StoredColumns,
@@ -95,7 +97,7 @@ class LogWriter:
         """Per group under way: the mark of each column that is stored, and where."""
         self._kept_back: dict[_GroupKey, list[_Message]] = {}
         """Columns of groups of which it is not known yet whether they enter a batch."""
-        self._rounds: dict[tuple[int, bool], Round] = {}
+        self._rounds = RoundList()
 
         self._lock = threading.Condition()
         self._light, self._heavy = Chunk(), Chunk()
@@ -110,25 +112,29 @@ class LogWriter:
         """What ended the thread."""
 
         self._descriptor = create(self.path, overwrite)
+        self._linked = os.fstat(self._descriptor).st_nlink > 0  # some network file systems never say so
         header = LogHeader(
             library=f"rolloutbus {_version('rolloutbus') or ''}".strip(),
             schema_version=SCHEMA_VERSION,
             payload=payload,
-            config=config,
+            config=None if config is None else _text(config),
             stages=list(stages),
             versions=_versions(),
             started_ns=time.time_ns(),
-            command=sys.argv,
+            command=list(map(_text, sys.argv)),
         )
+        self._thread = threading.Thread(target=self._run, name=f"rolloutbus log {self.path.name}", daemon=True)
         try:
             self._container = Container(self._descriptor, header.library)
             self._container.append_metadata("rolloutbus", metadata_record("rolloutbus", header))
             self._container.describe()
-        except OSError as error:
+            self._thread.start()
+        except BaseException as error:
             os.close(self._descriptor)
-            raise self._failure(error) from error
-        self._thread = threading.Thread(target=self._run, name=f"rolloutbus log {self.path.name}", daemon=True)
-        self._thread.start()
+            if isinstance(error, OSError):
+                raise self._failure(error) from error
+            raise
+        _open_writers.add(self)
 
     # What its owner calls
 
@@ -166,9 +172,10 @@ class LogWriter:
             kept_back = self._kept_back.pop(_group(event), [])
             if event.outcome == "kept":
                 heavy = kept_back
-        elif kind == "rollout_finished":
+        part = self._rounds.count(event, kind)
+        if kind == "rollout_finished" and part.finished:
             self._forget(event.rollout_id, event.evaluation)
-        note = self._count(kind, event)
+        note = metadata_record("rollout", part) if kind in _NOTED else None
         with self._lock:
             for message in heavy:
                 self._heavy.add(1, *message)
@@ -206,8 +213,8 @@ class LogWriter:
 
     @property
     def full(self) -> bool:
-        """More than `limit` bytes wait for the file."""
-        return self._waiting > self._limit
+        """More than `limit` bytes wait for the file. Not when it cannot be written any more: the next call says so."""
+        return self._waiting > self._limit and not self._closed
 
     def wait(self) -> None:
         """Block until at most half of `limit` waits for the file, or it cannot be written any more."""
@@ -223,10 +230,16 @@ class LogWriter:
             first, self._closing = not self._closing, True
             self._lock.notify_all()
         self._thread.join()
-        if first:
-            os.close(self._descriptor)
-            if self._error is not None:
-                raise self._unusable()
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            _open_writers.discard(self)
+            try:
+                os.close(descriptor)
+            except OSError as error:  # some file systems tell only now that the disk is full
+                self._error = self._error or error
+        if first and self._error is not None:
+            raise self._unusable()
 
     def __enter__(self) -> Self:
         return self
@@ -287,26 +300,6 @@ class LogWriter:
             for key in [key for key in mapping if key[:2] == (rollout_id, evaluation)]:
                 del mapping[key]
 
-    # Rounds
-
-    def _count(self, kind: str, event: Event) -> bytes | None:
-        """Count the event to its round. A note for the file, where the round begins, ends or was trained."""
-        key = (event.rollout_id, event.evaluation)
-        seq, time_ns = event.seq, event.time_ns
-        part = self._rounds.get(key)
-        if part is None:
-            part = self._rounds[key] = Round(*key, seq, seq, time_ns, time_ns)
-        elif time_ns >= part.last_ns:
-            part.last_ns = time_ns
-        elif time_ns < part.first_ns:
-            part.first_ns = time_ns
-        part.last_seq = seq
-        part.counts[kind] = part.counts.get(kind, 0) + 1
-        if kind not in _NOTED:
-            return None
-        part.finished = part.finished or kind == "rollout_finished"
-        return metadata_record("rollout", part)
-
     # The thread
 
     def _seal_heavy(self) -> None:
@@ -358,6 +351,7 @@ class LogWriter:
                 if self._waiting <= self._limit // 2:
                     self._lock.notify_all()
         elif isinstance(work, bytes):
+            self._check_there()
             self._container.append_metadata("rollout", work)
         elif work == "sync":
             self._container.sync()
@@ -367,8 +361,13 @@ class LogWriter:
                 self._lock.notify_all()
         return True
 
+    def _check_there(self) -> None:
+        if self._linked and not os.fstat(self._descriptor).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was written")
+
     def _finish(self) -> bool:
-        self._container.append_metadata("rounds", metadata_record("rounds", Rounds(list(self._rounds.values()))))
+        self._check_there()
+        self._container.append_metadata("rounds", metadata_record("rounds", Rounds(self._rounds.all)))
         self._container.finish()
         if self._durable:
             self._container.sync()
@@ -377,10 +376,10 @@ class LogWriter:
     # Errors
 
     def _failure(self, error: Exception) -> LogError:
-        return LogError(
-            f"{self.path}: the log cannot be written: {_reason(error)}; what it has is readable, "
-            f"`rolloutbus log recover` makes a finished file of it"
-        )
+        text = f"{self.path}: the log cannot be written: {_reason(error)}"
+        if not isinstance(error, FileNotFoundError):
+            text += "; what it has is readable, `rolloutbus log recover` makes a finished file of it"
+        return LogError(text)
 
     def _unusable(self) -> LogError:
         """A new error each time: whoever raises it may add notes."""
@@ -411,9 +410,14 @@ def _import_path(function: Any) -> str | None:
     return None if found is None else f"{module}:{name}"
 
 
+def _text(text: str) -> str:
+    """Without lone surrogates, which names of files may have and JSON may not."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _shown(stage: Stage) -> str:
     try:
-        return repr(stage.function)[:500]
+        return _text(repr(stage.function)[:500])
     except Exception as error:
         return f"<{type(stage.function).__qualname__}, whose repr raised {type(error).__name__}>"
 
@@ -423,6 +427,16 @@ _Message = tuple[int, int, bytes]
 _Work = Chunk | bytes | str
 _UNMARKED: Final = HEAVY_FIELDS[4:]
 _NOTED: Final = frozenset({"rollout_started", "rollout_finished", "batch_trained", "weights_updated"})
+_open_writers: Final[set[LogWriter]] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    """What was written is in the file, also when the interpreter exits before anybody closed the log."""
+    for writer in list(_open_writers):
+        if writer._thread.is_alive():  # it is not, in a process that was forked off
+            with suppress(LogError):
+                writer.close()
 
 
 def _group(event: Any) -> _GroupKey:
@@ -444,6 +458,8 @@ def create(path: Path, overwrite: bool) -> int:
     try:
         return os.open(path, flags, 0o666)
     except FileExistsError as error:
+        if path.is_dir():
+            raise LogError(f"{path}: a folder; give the path of a file in it") from error
         raise LogError(f"{path}: the file exists; choose another path, or overwrite=True to replace it") from error
     except OSError as error:
         raise LogError(f"{path}: the log cannot be created: {_reason(error)}") from error

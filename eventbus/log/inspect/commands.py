@@ -7,6 +7,7 @@ or a file cannot be read or written (one line says why).
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 from rich.console import Console
 from rich.text import Text
 
@@ -27,7 +28,7 @@ from eventbus.log import LogError, LogReader, LogWriter, recover
 from eventbus.log.inspect import check, diff, slime, waste, why
 from eventbus.log.inspect.export import json_value, write_jsonl, write_trace
 from eventbus.log.inspect.show import diff_lines, event_line, sample_lines, waste_lines, why_lines
-from eventbus.wire import WireError
+from eventbus.wire import SCHEMA_VERSION, WireError
 
 __all__ = ["app"]
 
@@ -43,6 +44,24 @@ app = App(
 )
 
 Flag = Parameter(negative=())
+
+
+def _count(_: Any, tokens: Sequence[Token]) -> int:
+    """A number of things; cyclopts itself cuts 2.5 to 2."""
+    text = tokens[0].value
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{text!r} is no whole number")
+    return min(int(text), sys.maxsize)
+
+
+def _seconds(_: Any, tokens: Sequence[Token]) -> float:
+    text = tokens[0].value
+    if not math.isfinite(seconds := float(text)):
+        raise ValueError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+Seconds = Annotated[float | None, Parameter(converter=_seconds)]
 
 
 @app.command
@@ -71,13 +90,16 @@ def info(path: Path, /, *, as_json: Annotated[bool, Parameter(name="--json", neg
             )
             return
         header = log.header
-        began = datetime.fromtimestamp(header.started_ns / 1e9).astimezone().isoformat(" ", "seconds")
         lines = [
             f"{path}: {log.size / 1e6:,.1f} MB, payload {header.payload}, "
-            + ("finished" if log.finished else "not finished"),
-            f"written by {header.library} (schema {header.schema_version}), begun {began}",
-            "with " + ", ".join(f"{name} {version}" for name, version in header.versions.items()),
+            + ("finished" if log.finished else "not finished")
         ]
+        if header.started_ns:
+            began = datetime.fromtimestamp(header.started_ns / 1e9).astimezone().isoformat(" ", "seconds")
+            lines.append(f"written by {header.library} (schema {header.schema_version}), begun {began}")
+            lines.append("with " + ", ".join(f"{name} {version}" for name, version in header.versions.items()))
+        if header.schema_version > SCHEMA_VERSION:
+            lines.append(f"  a newer rolloutbus wrote it: what schema {SCHEMA_VERSION} does not know is passed over")
         if header.command:
             lines.append("by " + " ".join(header.command))
         if header.stages:
@@ -106,9 +128,9 @@ def cat(
     group: int | None = None,
     sample: int | None = None,
     execution: int | None = None,
-    since: float | None = None,
-    until: float | None = None,
-    limit: int | None = None,
+    since: Seconds = None,
+    until: Seconds = None,
+    limit: Annotated[int | None, Parameter(converter=_count)] = None,
     follow: Annotated[bool, Flag] = False,
     samples: Annotated[bool, Flag] = False,
     tokenizer: str | None = None,
@@ -141,6 +163,7 @@ def cat(
     :param as_json: one JSON object per line; with --samples the token columns are in it.
     """
     with _mistakes(), _open(path) as log:
+        _known(log, rollout)
         kinds = None if kind is None else _kinds(kind)
         text_of = None if tokenizer is None else _tokenizer(tokenizer)
         zero = min((part.first_ns for part in log.rounds), default=log.header.started_ns)
@@ -256,6 +279,7 @@ def why_(
     :param as_json: for machines.
     """
     with _mistakes(), _open(path) as log:
+        _known(log, rollout)
         lineage = why(log, target, rollout=rollout, evaluation=evaluation)
         if as_json:
             _print_json(json_value(lineage))
@@ -268,7 +292,7 @@ def waste_(
     path: Path,
     /,
     *,
-    top: int = 10,
+    top: Annotated[int, Parameter(converter=_count)] = 10,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Tokens and seconds that no batch has: per cause, stage and prompt.
@@ -295,7 +319,7 @@ def diff_(
     b: Path,
     /,
     *,
-    limit: int = 10,
+    limit: Annotated[int, Parameter(converter=_count)] = 10,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Where two logs part, and what each rollout kept, why, and for what rewards. Times do not count.
@@ -357,8 +381,7 @@ def export(
         )
         if not chosen:
             raise ValueError(f"{target}: its name does not tell a format; say --format jsonl, trace or slime")
-        if rollout is not None and not any(part.rollout_id == rollout for part in log.rounds):
-            log.rollout(rollout)  # raises, and names the nearest
+        _known(log, rollout)
         if chosen == "slime":
             _export_slime(log, target, rollout)
             return
@@ -376,15 +399,20 @@ def _export_slime(log: LogReader, folder: Path, rollout: int | None) -> None:
     if log.header.payload == "none":
         raise LogError(f"{log.path}: was recorded with payload 'none': it has no tokens to export")
     folder.mkdir(parents=True, exist_ok=True)
-    for part in log.rounds:
-        if rollout not in (None, part.rollout_id):
-            continue
-        path = folder / slime.file_name(part.rollout_id, part.evaluation)
+    # As with slime, the last of several rounds with one number is the one that stays.
+    parts = {
+        folder / slime.file_name(part.rollout_id, part.evaluation): part
+        for part in log.rounds
+        if rollout in (None, part.rollout_id)
+    }
+    for path in parts:
         if path.exists():
             raise LogError(f"{path}: exists already; take another folder, or remove it")
-        recorded = log.rollout(part.rollout_id, evaluation=part.evaluation)
-        kept = sorted((group for group in recorded.groups() if group.outcome == "kept"), key=lambda group: group.index)
-        count = slime.save_record(path, part.rollout_id, kept)
+    for path, part in parts.items():
+        groups = log.rollout(part).groups()
+        kept = sorted((group for group in groups if group.outcome == "kept"), key=lambda group: group.index)
+        with _removed_on_error(path):
+            count = slime.save_record(path, part.rollout_id, kept)
         _print([Text(f"{path}: {count} samples")])
 
 
@@ -405,14 +433,10 @@ def import_(*paths: Path) -> None:
         records = ((slime.load_record(source), source.stat().st_mtime_ns) for source in sources)
         count = 0
         writer = LogWriter(target, stages=slime.STAGES)
-        try:
-            with writer as log:
-                for shown in slime.events_of(records):
-                    log.write(shown.event, shown.samples)
-                    count += 1
-        except Exception:
-            target.unlink()  # half of a run would pass for one
-            raise
+        with _removed_on_error(target), writer as log:
+            for shown in slime.events_of(records):
+                log.write(shown.event, shown.samples)
+                count += 1
         _print([Text(f"{target}: {count} events of {len(sources)} rollouts")])
 
 
@@ -458,9 +482,13 @@ def _open(path: Path, *, tell_damage: bool = True) -> Iterator[LogReader]:
 @contextmanager
 def _mistakes() -> Iterator[None]:
     """What the user did wrong, or a file has wrong, is one line and exit code 2."""
+    if sys.stdout is None:  # closed by the shell, `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -484,6 +512,8 @@ def _print(lines: Iterable[Text]) -> None:
     console = Console(markup=False, highlight=False, emoji=False)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for line in lines:
+        if not line.plain.isprintable():  # a reason or a name may hold anything
+            line.plain = "".join(character if character.isprintable() else "?" for character in line.plain)
         if console.is_terminal:
             console.print(line, soft_wrap=True)
         else:
@@ -499,8 +529,24 @@ def _target(path: Path) -> Iterator[Any]:
     if str(path) == "-":
         yield sys.stdout
         return
-    with open(path, "x", encoding="utf-8") as out:
+    with open(path, "x", encoding="utf-8") as out, _removed_on_error(path):
         yield out
+
+
+@contextmanager
+def _removed_on_error(path: Path) -> Iterator[None]:
+    """Half of a file would pass for a whole one."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _known(log: LogReader, rollout: int | None) -> None:
+    """:raises LogError: the log has neither a rollout nor an evaluation of this number; names the nearest."""
+    if rollout is not None and not any(part.rollout_id == rollout for part in log.rounds):
+        log.rollout(rollout)
 
 
 def _kinds(names: Sequence[str]) -> list[str]:

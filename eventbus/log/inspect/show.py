@@ -374,11 +374,15 @@ def diff_lines(report: DiffReport, limit: int = 10) -> Iterator[Text]:
     yield from _divergence(report.first)
     if report.content is None:
         yield Text("the same events, in another order", style="green")
-    elif report.content != report.first:
+    elif _places(report.content) != _places(report.first):
         yield Text("first event that is not the same in both", style="bold")
         yield from _divergence(report.content)
     for rollout in report.rollouts:
         yield from _rollout_diff(rollout, limit)
+
+
+def _places(divergence: Divergence) -> list[int | None]:
+    return [None if event is None else event.seq for event in (divergence.a, divergence.b)]
 
 
 def _divergence(divergence: Divergence) -> Iterator[Text]:

@@ -113,6 +113,24 @@ def load_record(path: str | Path) -> DebugRecord:
     :raises LoadError: torch is not installed.
     :raises LogError: it is no such file, or holds objects that are not allowed; says which.
     """
+    content = load_plain(path)
+    stem = Path(path).stem
+    number = content.get("rollout_id")
+    if not isinstance(number, int) or isinstance(number, bool):
+        digits = re.search(r"\d+$", stem)
+        if digits is None:
+            raise LogError(f"{path}: its rollout_id is {number!r}, expected an integer")
+        number = int(digits[0])
+    samples = [_from_slime(fields, f"{path}: samples[{place}]") for place, fields in enumerate(content["samples"])]
+    return DebugRecord(number, stem.startswith("eval_"), samples)
+
+
+def load_plain(path: str | Path) -> dict[str, Any]:
+    """What slime wrote, as it is: `rollout_id`, and `samples`, a list. Nothing in the file is run.
+
+    :raises LoadError: torch is not installed.
+    :raises LogError: it is no such file, or holds objects that are not allowed; says which.
+    """
     with optional_dependency():
         import torch
     allow = getattr(torch.serialization, "safe_globals", None)
@@ -128,19 +146,12 @@ def load_record(path: str | Path) -> DebugRecord:
                 f"{path}: holds a {refused[1]}, which would have to be run to be read; only numbers, strings, lists, "
                 "dicts, numpy arrays and tensors are"
             ) from error
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        told = re.search(r"WeightsUnpickler error: (.+)", str(error)) or re.match(r"(.+?)(?:\.\s|\n|$)", str(error))
+        reason = told[1] if told is not None else type(error).__name__
         raise LogError(f"{path}: not a file that torch.save wrote, or a damaged one: {reason}") from error
     if not isinstance(content, dict) or not isinstance(content.get("samples"), list):
         raise LogError(f"{path}: not a debug record of slime: it needs 'rollout_id' and a list of 'samples'")
-    stem = Path(path).stem
-    number = content.get("rollout_id")
-    if not isinstance(number, int) or isinstance(number, bool):
-        digits = re.search(r"\d+$", stem)
-        if digits is None:
-            raise LogError(f"{path}: its rollout_id is {number!r}, expected an integer")
-        number = int(digits[0])
-    samples = [_from_slime(fields, f"{path}: samples[{place}]") for place, fields in enumerate(content["samples"])]
-    return DebugRecord(number, stem.startswith("eval_"), samples)
+    return content
 
 
 def _allowed(torch_version: str) -> list[Any]:

@@ -213,6 +213,8 @@ class _Find:
         self._rollout = rollout
         self._evaluation = evaluation
         self._places: dict[tuple[bool, int, int], _Place] = {}
+        self._nearest: int | None = None
+        """Of the numbers there are, the one next to what is asked for."""
         self._least = self._most = -1
 
     def look(self, events: Iterable[Event]) -> bool:
@@ -226,6 +228,8 @@ class _Find:
                     numbers = [event.group_index] if target.kind == "group" else event.indices
                     self._least = min(numbers) if self._least < 0 else min(self._least, *numbers)
                     self._most = max(self._most, *numbers)
+                    known = numbers if self._nearest is None else [self._nearest, *numbers]
+                    self._nearest = min(known, key=lambda number: abs(number - target.number))
                     if target.number in numbers:
                         self._found(event)
                 case StageApplied() if target.kind == "sample" and event.child and event.index == target.number:
@@ -244,7 +248,7 @@ class _Find:
             target, where = self._target, "" if self._rollout is None else f" in rollout {self._rollout}"
             there = f"there is no {target.kind} at all"
             if self._most >= 0:
-                there = f"there are {target.kind}s from {self._least} to {self._most}"
+                there = f"the nearest is {self._nearest}, there are {self._least} to {self._most}"
             raise LookupError(f"{target}: not in this log{where}; {there}")
         best, *others = sorted(self._places.values())
         return best, [str(other) for other in others]
