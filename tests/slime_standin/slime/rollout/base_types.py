@@ -1,0 +1,14 @@
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    samples: list[Any]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
