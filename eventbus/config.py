@@ -47,7 +47,7 @@ from eventbus.pipeline import Pipeline
 from eventbus.prompts import JsonlPrompts
 from eventbus.stage import DeclaredStage, OnError
 
-__all__ = ["ConfigError", "RunPlan", "build", "load_config", "load_plan"]
+__all__ = ["ConfigError", "RunPlan", "build", "build_stage", "load_config", "load_plan", "override", "parse_value"]
 
 _SECTIONS: Final = ("prompts", "engine", "batch", "stages", "trainer", "log", "run", "report")
 _WRAPPERS: Final = ("in_thread", "timeout", "retry", "limit")
@@ -132,8 +132,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         config = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}:{_located(str(error), text)}") from None
-    for override in overrides:
-        _override(config, override)
+    for each in overrides:
+        override(config, each)
     return config
 
 
@@ -163,6 +163,20 @@ def build(config: Mapping[str, Any], base: Path, observers: Sequence[Observer] =
     except (TypeError, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     return RunPlan(pipeline, trainer, run.rollouts, run.ahead, run.backend, base / report.plot)
+
+
+def build_stage(table: Mapping[str, Any], path: str, base: Path, engine: Any) -> Any:
+    """Build what one table [[stages]] says.
+
+    :param path: that of the table, for the errors: "stages[2]".
+    :param base: the folder at which relative paths start.
+    :param engine: what parameters named `engine` get.
+    :raises ConfigError: the table has a mistake.
+    :raises Exception: whatever a module raises while it is imported.
+    """
+    builder = _Builder(base)
+    builder.engine = engine
+    return builder.stage(table, path)
 
 
 class _Builder:
@@ -478,11 +492,15 @@ def _did_you_mean(name: str, there: Iterable[str]) -> str:
 # --set
 
 
-def _override(config: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
+def override(config: dict[str, Any], setting: str) -> None:
+    """Change a configuration by one `--set` argument: "batch.groups=16", "stages.judge.timeout=3".
+
+    :raises ConfigError: it is none, or leads nowhere.
+    """
+    path, equals, text = setting.partition("=")
     steps = _steps(path.strip())
     if not (equals and steps):
-        raise ConfigError(f"--set {override}: write section.key=value, such as batch.groups=16")
+        raise ConfigError(f"--set {setting}: write section.key=value, such as batch.groups=16")
     *outer, last = steps
     place: Any = config
     walked = ""
@@ -493,9 +511,9 @@ def _override(config: dict[str, Any], override: str) -> None:
                 place.setdefault(key, {})
             place = place[key]
             walked = f"{walked}[{key}]" if isinstance(key, int) else _joined(walked, key)
-        place[_key(place, last, walked)] = _value(text.strip())
+        place[_key(place, last, walked)] = parse_value(text.strip())
     except ConfigError as error:
-        raise ConfigError(f"--set {override}: {error}") from None
+        raise ConfigError(f"--set {setting}: {error}") from None
 
 
 def _steps(path: str) -> list[str | int]:
@@ -539,7 +557,7 @@ def _name(entry: Any) -> str:
     return str(entry.get("name") or re.split(r"[.:]", str(entry.get("use", "")))[-1])
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A TOML value, else the text itself."""
     try:
         parsed = tomllib.loads(f"value = {text}")

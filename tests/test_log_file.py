@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
@@ -93,11 +92,10 @@ def test_any_stream_of_events_comes_back(
     with LogReader(path) as log:
         assert [encode(event) for event in log.events()] == [encode(event) for event in stream]
         assert log.damage == []
-        keys = dict.fromkeys((event.rollout_id, event.evaluation) for event in stream)
-        assert [(part.rollout_id, part.evaluation) for part in log.rounds] == list(keys)
-        for rollout_id, evaluation in keys:
-            own = [event for event in stream if (event.rollout_id, event.evaluation) == (rollout_id, evaluation)]
-            assert len(list(log.rollout(rollout_id, evaluation=evaluation).events())) == len(own)
+        keys = {(event.rollout_id, event.evaluation) for event in stream}
+        assert {(part.rollout_id, part.evaluation) for part in log.rounds} == keys  # a number may come again
+        found_again = [event.seq for part in log.rounds for event in log.rollout(part).events()]
+        assert sorted(found_again) == [event.seq for event in stream]
 
 
 @settings(max_examples=30)
@@ -668,76 +666,6 @@ def test_payload_kept_has_the_columns_of_the_batch(path: Path) -> None:
         for other in (first, third):
             with pytest.raises(LogError, match="payload='kept', and the group entered no batch"):
                 _ = other.tokens
-
-
-# Killed
-
-SERVER = """
-    import os, sys, anyio
-    from eventbus import BatchSpec, Pipeline
-    from middleware import DynamicFilter, Generate, Recorder, reward_nonzero_std
-    from eventbus.log.format import described
-    from tests.streams import endless, engine, rewarded
-
-    described()  # takes a moment, once
-
-    async def record(path):
-        pipeline = Pipeline(
-            endless(4),
-            [Generate(engine(length=200)), rewarded(lambda one: one.index % 3 == 0), DynamicFilter(reward_nonzero_std)],
-            BatchSpec(groups=4),
-            observers=[Recorder(path)],
-        )
-        async with pipeline:
-            async for batch in pipeline.rollouts():
-                await anyio.sleep(0)
-
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            anyio.run(record, line.strip())
-        print(child, flush=True)
-        os.waitpid(child, 0)
-        print("killed", flush=True)
-"""
-
-
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """Fifty processes, each killed when its file has a random number of bytes."""
-    rng = random.Random(0)
-    command = [sys.executable, "-c", textwrap.dedent(SERVER)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        for number in range(50):
-            path = tmp_path / f"{number}.mcap"
-            moment = rng.randrange(24_000, 400_000)
-            print(path, file=server.stdin, flush=True)
-            recording = int(server.stdout.readline())
-            while not path.exists() or path.stat().st_size < moment:
-                assert server.poll() is None
-            seen = path.stat().st_size
-            os.kill(recording, signal.SIGKILL)
-            assert server.stdout.readline() == "killed\n"
-            check_what_was_left(path, seen)
-        server.stdin.close()
-
-
-def check_what_was_left(path: Path, seen: int) -> None:
-    """A log whose process was killed when `seen` bytes were in the file."""
-    flushed = max(events for end, events in light_ends(path) if end <= seen)
-    with LogReader(path) as log:
-        read = content(log)
-        assert [event.seq for event, _ in read] == list(range(len(read)))
-        assert len(read) >= flushed
-        assert not log.finished
-        assert all("middle of a record" in damage.reason for damage in log.damage)
-        for part in log.rounds:
-            rollout = log.rollout(part.rollout_id)
-            if rollout.finished:
-                kept = [group for group in rollout.groups() if group.outcome == "kept"]
-                assert len(kept) == 4
-                assert all(len(sample.tokens) >= 200 for group in kept for sample in group.samples)
 
 
 def python(program: str, *arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:

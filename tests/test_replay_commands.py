@@ -225,6 +225,8 @@ def test_break_drops_into_a_prompt(run: Run, log: Path, monkeypatch: pytest.Monk
         (["--set", "DynamicFilters.judge=x"], "did you mean 'DynamicFilter'?"),
         (["--set", "DynamicFilter.judge=replay_stages:strictest"], "has no 'strictest'; did you mean 'stricter'?"),
         (["--set", "DynamicFilter.fallback=first"], "choose 'none', 'last' or 'best'"),
+        (["--set", "score.use=replay_stages:rescored"], "write --with score=replay_stages:rescored"),
+        (["--set", "score.name=other"], "finds the stage in the log by its name"),
         (["--set", "score.factor=2"], "the stage is a function without options"),
         (["--set", "Generate.sampling=1"], "Generate"),
         (["--with", "score"], "--with score: write NAME=package.module:stage"),

@@ -139,13 +139,9 @@ def test_several_attempts_answer_in_their_order() -> None:
     assert "asked 4 times, and the run was answered 3 times" in str(caught.value.exceptions[0])
 
 
-def test_a_finite_speed_waits_the_recorded_seconds() -> None:
-    log = MemoryLog()
-    record(Pipeline(endless(), stages(SimulatedEngine(answer)), BatchSpec(2), observers=[log]))
-    engine = ReplayEngine(log, speed=0.5)
-    answers = engine._round(0, False)
-    for number, event in enumerate(log.events(("sample_generated",))):
-        answers.seconds[event.seq] = 3.0 + number
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_finite_speed_waits_the_recorded_seconds(backend: str) -> None:
+    engine = ReplayEngine(recorded(delay=lambda sample: 3.0 + sample.index), speed=0.5)
     ends: list[float] = []
 
     def note(sample: Sample) -> None:
@@ -159,7 +155,7 @@ def test_a_finite_speed_waits_the_recorded_seconds() -> None:
                 pass
         return start
 
-    start = anyio.run(main, **virtual_time("asyncio"))
+    start = anyio.run(main, **virtual_time(backend))
     assert [end - start for end in ends] == pytest.approx([6.0, 8.0, 10.0, 12.0])
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,11 +17,13 @@ from hypothesis import strategies as st
 
 from backends.simulated import SimulatedEngine
 from eventbus import (
+    Batch,
     BatchSpec,
     CallNext,
     Completion,
     Drop,
     Group,
+    LogReader,
     Pipeline,
     Replay,
     RolloutExhausted,
@@ -26,8 +31,10 @@ from eventbus import (
     current_rollout,
 )
 from eventbus.replay import ReplayError
+from eventbus.replay.run import _Job
 from eventbus.testing import virtual_time
-from middleware import DynamicFilter, Generate, GroupAdvantage, group_stage, reward_nonzero_std, sample_stage
+from middleware import DynamicFilter, Generate, GroupAdvantage, Recorder, group_stage, reward_nonzero_std, sample_stage
+from tests.logs import unclosed
 from tests.recorded import MemoryLog, record
 from tests.streams import endless, engine, rewarded, some
 
@@ -429,6 +436,60 @@ def test_a_step_stands_where_the_record_ends() -> None:
         step.run()
 
 
+def test_stages_that_the_run_did_not_have_and_those_that_it_had() -> None:
+    def weigh(group: Group) -> None:
+        group.samples[0].train_metadata = {"weight": 1}
+
+    def last(batch: Batch) -> None:
+        batch.groups[0].samples[0].train_metadata = {"last": True}
+
+    base: list[Any] = [generate(), alternating]
+    log = recorded(*base, last)
+    for stages, told in (
+        ([*base, weigh, last], "with weigh"),
+        (base, "without last"),
+        ([*base, sample_stage(tag, name="tag"), last], "tag"),
+    ):
+        found = Replay(log, stages).verify().divergence
+        assert found is not None
+        assert told in str(found)
+
+
+def test_what_could_not_be_read_is_told_once_per_kind(tmp_path: Path) -> None:
+    stages = [generate(), alternating]
+    path = tmp_path / "run.mcap"
+    record(Pipeline(endless(), stages, BatchSpec(3), observers=[Recorder(path, payload="none")]))
+    report = Replay(LogReader(path), stages).verify()
+    assert report.same
+    assert sum("payload='none'" in note for note in report.notes) == 1
+
+
+def test_a_log_without_a_rollout_is_not_called_the_same(tmp_path: Path) -> None:
+    stages = [generate(), alternating]
+    path = tmp_path / "run.mcap"
+    record(Pipeline(endless(), stages, BatchSpec(3), observers=[Recorder(path)]))
+    data = bytearray(unclosed(path))
+    data[-2000] ^= 1  # in the only chunk of events
+    path.write_bytes(data)
+    report = Replay(LogReader(path), stages).verify()
+    assert report.rounds == 0
+    assert str(report).startswith("nothing was verified")
+    assert "CRC" in str(report.notes)
+
+
+def test_what_was_replayed_is_freed_without_the_garbage_collector() -> None:
+    stages = [generate(), alternating]
+    log = recorded(*stages, stop=3)
+    gc.collect()
+    gc.disable()
+    try:
+        assert Replay(log, stages).verify().same
+        assert Replay(log, stages).what_if({"reward": alternating}).same
+        assert not [each for each in gc.get_objects() if type(each) is _Job]
+    finally:
+        gc.enable()
+
+
 def any_stream(seed: int) -> tuple[list[Any], BatchSpec, int, int]:
     """Stages and a spec that all follow from a number."""
     dice = random.Random(seed)
@@ -474,22 +535,32 @@ def any_stream(seed: int) -> tuple[list[Any], BatchSpec, int, int]:
     def early(group: Group, *, remaining: int, target: int) -> Drop | None:
         return Drop("early") if group.index % 7 == 3 and remaining > target else None
 
+    async def asks(group: Group) -> None:
+        await anyio.sleep(chance(group.samples[0], "asks") / 500)  # a replay takes that time, too
+
+    async def weighs(group: Group) -> Drop | None:
+        await anyio.sleep(chance(group.samples[0], "weighs") / 500)
+        return Drop("light") if chance(group.samples[0], "light") < 0.1 else None
+
     fails = dice.random() < 0.4
     fallback: Any = dice.choice(["none", "last", "best"])
     optional: list[tuple[float, Any]] = [
         (0.5, tag),
         (0.4, tokens),
         (0.3, timed),
-        (1.0, Generate(SimulatedEngine(answer, delay=lambda sample: chance(sample, "delay") * 3))),
+        (1.0, Generate(SimulatedEngine(answer, delay=lambda sample: chance(sample, "delay") / 100))),
         (0.5, sample_stage(tool, external=True)),
         (0.3, drops),
         (0.3, sample_stage(flaky, on_error=dice.choice(["fail", "resubmit"]))),
         (0.3, fan),
         (1.0, score),
         (0.3, sample_stage(fan, name="fan again")),
+        (0.3, asks),
         (0.3, early),
         (1.0, DynamicFilter(reward_nonzero_std, fallback=fallback)),
+        (0.3, weighs),
         (0.7, GroupAdvantage()),
+        (0.2, group_stage(early, name="early again")),
     ]
     stages = [stage for share, stage in optional if dice.random() < share]
     size = dice.choice([2, 4])
@@ -515,10 +586,8 @@ def test_any_run_verifies_at_any_prefix_and_unchanged_stages_change_nothing(
     stages, spec, size, ahead = any_stream(seed)
     log = MemoryLog()
     pipeline = Pipeline(endless(size), stages, spec, observers=[log])
-    try:
+    with suppress(RolloutExhausted):
         record(pipeline, 2, ahead=ahead, backend=backend)
-    except RolloutExhausted:
-        assert spec.on_exhausted == "error" or ahead
     replay = Replay(log, stages)
     report = replay.verify()
     assert report.same, str(report)
@@ -529,3 +598,21 @@ def test_any_run_verifies_at_any_prefix_and_unchanged_stages_change_nothing(
     assert again.same, str(again)
     prefix = Replay(log.cut(int(len(log.stored) * cut)), stages).verify()
     assert prefix.same, str(prefix)
+
+
+def test_stages_that_wait_do_so_together() -> None:
+    waiting = most = 0
+
+    async def judge(sample: Sample) -> None:
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await anyio.wait_all_tasks_blocked()
+        waiting -= 1
+        sample.reward = float(sample.index or 0)
+
+    stages = [generate(), judge]
+    log = recorded(*stages, stop=2)
+    most = 0
+    assert Replay(log, stages).verify().same
+    assert most == 4  # all of a rollout

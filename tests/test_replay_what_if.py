@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
-from eventbus import BatchSpec, Drop, Group, Pipeline, Replay, RolloutExhausted, Sample
+from eventbus import Batch, BatchSpec, Drop, Group, Pipeline, Replay, RolloutExhausted, Sample
 from eventbus.replay import Change, ReplayError
-from middleware import DynamicFilter, FilterDecision, Generate, GroupAdvantage, reward_nonzero_std, sample_stage
+from middleware import (
+    DynamicFilter,
+    FilterDecision,
+    Generate,
+    GroupAdvantage,
+    group_stage,
+    reward_nonzero_std,
+    sample_stage,
+)
 from tests.recorded import MemoryLog, record
 from tests.streams import endless, engine, rewarded
 
@@ -64,7 +77,7 @@ def test_a_changed_threshold_gives_the_exact_difference() -> None:
     kept = report.rewards[0]["kept"]
     assert (kept.old, kept.new) == (pytest.approx(2.4 / 3), pytest.approx(1.7 / 3))
     text = str(report)
-    assert "added: 1 groups: 3" in text
+    assert "added: 1 group: 3" in text
     assert "reason below_0.3: 2 -> 0" in text
 
 
@@ -74,7 +87,7 @@ def test_groups_that_were_never_generated_are_counted_and_not_invented() -> None
     assert report.removed == {0: [2]}
     assert report.missing == {0: 1}
     assert not report.same
-    assert "1 groups that were never generated" in str(report)
+    assert "1 group never generated" in str(report)
 
 
 def test_groups_that_were_stopped_are_missing_too() -> None:
@@ -281,3 +294,136 @@ def test_what_a_stage_wrote_on_a_sample_that_was_dropped_is_written_again() -> N
     assert step.sample is not None
     assert step.sample.loss_tokens == 2
     assert step.run() == Drop("long")
+
+
+def test_stages_that_were_taken_away_or_added_or_moved_count_as_changed() -> None:
+    def more(sample: Sample) -> None:
+        sample.reward = 1.0
+
+    base = [Generate(engine()), by_group, at_least(0.3)]
+    log = recorded(by_group, at_least(0.3))
+    report = Replay(log, [base[0], base[2]]).what_if({})
+    assert report.changed == ["without reward"]
+    assert report.rollouts[0].changed_rewards == 10
+    assert report.missing == {0: 3}
+    report = Replay(log, [*base[:2], more, base[2]]).what_if({})
+    assert report.changed == ["with more"]
+    assert report.added == {0: [0]}
+    assert report.removed == {0: [4]}
+    report = Replay(log, [base[0], more, *base[1:]]).what_if({"reward": by_group})
+    assert report.changed == ["reward", "with more"]
+    assert report.rollouts[0].same
+    report = Replay(log, base[:2]).what_if({})
+    assert report.changed == ["without DynamicFilter"]
+    assert report.added == {0: [0]}
+    assert Replay(log, [base[0], more, by_group, base[2]]).what_if({}).changed == ["with more"]
+    with pytest.raises(ReplayError, match="asked an engine"):
+        Replay(log, base[1:]).what_if({})
+
+
+def test_what_a_stage_wrote_that_is_gone_is_not_what_the_engine_is_asked_with() -> None:
+    def fill(sample: Sample) -> None:
+        sample.prompt = f"please, {sample.prompt}"
+
+    log = MemoryLog()
+    stages = [fill, Generate(engine()), by_group]
+    record(Pipeline(endless(), stages, BatchSpec(2), observers=[log]))
+    report = Replay(log, stages[1:]).what_if({})
+    assert report.missing == {0: 2}
+    assert "would be asked something else (prompt)" in str(report)
+
+
+def test_a_rollout_that_did_not_come_to_its_end_is_named() -> None:
+    def broken(group: Group) -> None:
+        raise ValueError("no")
+
+    def fixed(group: Group) -> None:
+        pass
+
+    stages = [Generate(engine()), by_group, group_stage(broken, name="weigh", on_error="raise")]
+    log = MemoryLog()
+    with pytest.raises(ValueError, match="no"):
+        record(Pipeline(endless(), stages, BatchSpec(2), observers=[log]))
+    replay = Replay(log, stages)
+    report = replay.what_if({"weigh": fixed})
+    assert report.rollouts == []
+    assert "no rollout to look at" in str(report)
+    assert "rollout 0: left out" in str(report)
+    assert replay.what_if({"weigh": fixed}, [0]).added == {0: [0, 1]}
+
+
+def test_a_batch_stage_is_not_part_of_it() -> None:
+    def cut(batch: Batch) -> None:
+        batch.groups = batch.groups[:1]
+
+    log = recorded(by_group, cut)
+    with pytest.raises(ReplayError, match="'cut' is a batch stage"):
+        Replay(log, [Generate(engine()), by_group, cut]).what_if({"cut": cut})
+
+
+def test_a_group_without_executions_ends_the_rollout() -> None:
+    log = recorded(by_group, at_least(0.3))
+    replay = Replay(log, [Generate(engine()), by_group, at_least(0.3)])
+    with pytest.raises(ReplayError, match="without executions"):
+        replay.what_if({"DynamicFilter": lambda group: Group(group.index, group.prompt, [])})
+
+
+def test_groups_enter_the_batch_as_they_come_out_of_the_stages_behind_the_filter() -> None:
+    """Group 1 is judged first, and stays with the stage behind the filter until all others are in."""
+
+    async def weigh(group: Group) -> None:
+        await anyio.sleep(0.02 if group.index == 1 else 0.001)
+
+    spec = BatchSpec(2, over_sampling=4)
+    generate = Generate(engine(lambda sample: 0.005 * (sample.index or 0)))
+    stages: list[Any] = [generate, DynamicFilter(lambda group: group.index > 0), weigh]
+    log = MemoryLog()
+    record(Pipeline(endless(1), stages, spec, observers=[log]))
+    [event] = log.events(("batch_assembled",))
+    assert event.groups == [2, 3]
+    replay = Replay(log, stages)
+    assert replay.what_if({}).same
+    assert replay.what_if({"DynamicFilter": stages[1], "weigh": weigh}).same
+    report = replay.what_if({"DynamicFilter": DynamicFilter(lambda group: True)})
+    assert report.added == {0: [0]}
+    assert report.removed == {0: [3]}
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), backend=st.sampled_from(["asyncio", "trio"]))
+def test_it_says_what_a_run_with_the_other_stages_comes_to(seed: int, backend: str) -> None:
+    dice = random.Random(seed)
+    groups = dice.choice([1, 2, 3, 5])
+    spec = BatchSpec(groups, over_sampling=groups + dice.choice([0, 2, 5]), max_rounds=1, on_exhausted="partial")
+    delays = [dice.random() for _ in range(40)]
+    advantage = [GroupAdvantage()] * dice.choice([0, 1])
+
+    def run(stages: list[Any]) -> tuple[MemoryLog, list[int], Any]:
+        log = MemoryLog()
+        delay = lambda sample: delays[sample.index]  # noqa: E731
+        found: list[Any] = []
+        with suppress(RolloutExhausted):
+            pipeline = Pipeline(endless(), [Generate(engine(delay)), *stages], spec, observers=[log])
+            found = record(pipeline, backend=backend)
+        [finished] = log.events(("rollout_finished",))
+        kept = [group.index for batch in found for group in batch.groups]
+        return log, kept, finished.summary
+
+    def stages() -> list[Any]:
+        chance = random.Random(dice.random())
+        rewards = [chance.choice([0.0, 0.3, 0.6, 1.0]) for _ in range(40)]
+        bound, fallback = chance.choice([0.1, 0.3, 0.5]), chance.choice(["none", "last", "best"])
+        scored = sample_stage(rewarded(lambda sample: rewards[sample.index or 0]), name="reward")
+        return [scored, at_least(bound, fallback), *advantage]
+
+    old, new = stages(), stages()
+    log, before, _ = run(old)
+    report = Replay(log, [Generate(engine()), *old]).what_if({"reward": new[0], "DynamicFilter": new[1]})
+    _, after, summary = run(new)
+    [found] = report.rollouts
+    if found.missing:
+        assert len(after) > groups - found.missing or len(after) < groups
+        return
+    assert sorted({*before, *found.added} - {*found.removed}) == after
+    assert {name: change.new for name, change in found.reasons.items() if change.new} == summary.dropped
+    assert found.outcomes.get("surplus", Change(0, 0)).new == summary.surplus

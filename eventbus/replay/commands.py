@@ -22,7 +22,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from eventbus.batching import BatchSpec, RolloutExhausted
-from eventbus.config import ConfigError, _value
+from eventbus.config import ConfigError, parse_value
 from eventbus.context import _current
 from eventbus.events import BatchAssembled
 from eventbus.group import Summary
@@ -33,8 +33,8 @@ from eventbus.prompts import Prompts
 from eventbus.replay.engine import ReplayEngine
 from eventbus.replay.record import ReplayError, RoundRecord
 from eventbus.replay.replay import Replay, Step
-from eventbus.replay.stages import Known, changed_option, named_in, option_value, place_of, replacement
-from eventbus.stage import ContractError, DeclaredStage, Stage
+from eventbus.replay.stages import Known, changed_option, declared, look_beside, named_in, option_value, replacement
+from eventbus.stage import ContractError, Stage
 
 __all__ = ["replay"]
 
@@ -91,7 +91,7 @@ def replay(
             raise ReplayError(f"--speed {speed:g}: how many times as fast as recorded, more than 0")
         where = _places(stop_at or ())
         reader = LogReader(log)
-        _look_beside(reader)
+        look_beside(reader)
         stages = None if pipeline is None else _stages(pipeline)
         run = Replay(reader, stages, run_external=run_external)
         console = Console(soft_wrap=True)
@@ -135,13 +135,17 @@ def _what_if(
         if name in stages:
             raise ReplayError(f"--set {name}...: --with replaces this stage already")
         run.stage(name)
+    for name, option, value in options:
+        if option == "use":
+            raise ReplayError(f"--set {name}.use=...: to replace the stage write --with {name}={value}")
+        if option == "name":
+            raise ReplayError(f"--set {name}.name=...: a replay finds the stage in the log by its name")
     if from_config and options and run.log.header.config is not None:
         lines = [f"stages.{name}.{option}={_as_toml(value)}" for name, option, value in options]
         known = {each.name: each for each in named_in(run.log, lines)}
         for name in names:
-            if name not in known or known[name].stage is None:
-                why = known[name].missing if name in known else "its name changes with it"
-                raise ReplayError(f"--set {name}...: {why}")
+            if known[name].stage is None:
+                raise ReplayError(f"--set {name}...: {known[name].missing}")
             stages[name] = known[name].stage
     else:
         for name, option, value in options:
@@ -149,14 +153,14 @@ def _what_if(
             if name in stages:
                 known_stage = replacement(name, known_stage, stages[name])
             with _importing(value):
-                stages[name] = changed_option(known_stage, option, option_value(_value(value)))
+                stages[name] = changed_option(known_stage, option, option_value(parse_value(value)))
     report = run.what_if(stages, rollouts)
     console.print(report)
     return 0 if report.same else 1
 
 
 def _as_toml(value: str) -> str:
-    parsed = _value(value)
+    parsed = parse_value(value)
     if isinstance(parsed, str):
         with _importing(parsed):
             if option_value(parsed) is not parsed:
@@ -257,21 +261,10 @@ def _on_engine(known: Known, engine: ReplayEngine) -> Any:
         )
     stage: Stage = known.stage
     if not callable(getattr(getattr(stage.function, "engine", None), "generate", None)):
-        return _declared(stage, stage.function)
+        return declared(stage, stage.function)
     function = copy.copy(stage.function)
     function.engine = engine  # type: ignore[attr-defined]
-    return _declared(stage, function)
-
-
-def _declared(stage: Stage, function: Any) -> DeclaredStage:
-    return DeclaredStage(
-        function,
-        stage.level,
-        name=stage.name,
-        external=stage.external,
-        on_error=stage.on_error,
-        fans_out=stage.fans_out,
-    )
+    return declared(stage, function)
 
 
 # The command line
@@ -315,12 +308,6 @@ def _stages(path: str) -> Any:
             "gives one"
         )
     return found
-
-
-def _look_beside(log: LogReader) -> None:
-    for folder in (str(place_of(log)), str(Path.cwd())):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from anyio.lowlevel import checkpoint
 
 from eventbus.columns import LogProbs
 from eventbus.context import current_rollout
-from eventbus.events import GroupEnded, GroupSubmitted, RolloutStarted, SampleGenerated, StageApplied
+from eventbus.events import GroupEnded, GroupSubmitted, RolloutStarted, SampleGenerated
 from eventbus.log import LogReader
 from eventbus.replay.record import RecordedLog, ReplayError, plain
 from eventbus.sample import Completion, Sample, SampleStatus, WeightSpan
@@ -30,7 +30,7 @@ _PASSES: Final = 50
 
 _NOTHING: Final = Completion("", (), None, SampleStatus.ABORTED)
 
-_KINDS: Final = ("rollout_started", "group_submitted", "stage_applied", "sample_generated", "group_ended")
+_KINDS: Final = ("rollout_started", "group_submitted", "sample_generated", "group_ended")
 
 
 class ReplayEngine:
@@ -112,7 +112,7 @@ class ReplayEngine:
                 if event is None:
                     return _NOTHING
             elif self.speed < math.inf:
-                with anyio.move_on_after(answers.seconds[event.seq] / self.speed):
+                with anyio.move_on_after(event.seconds / self.speed):
                     await request.event.wait()
                     return _NOTHING
             else:
@@ -231,26 +231,18 @@ class _Answers:
         """Answers that the run cut short."""
         self.stopped: set[tuple[int | None, int | None]] = set()
         """Samples of groups that the run stopped."""
-        self.seconds: dict[int, float] = {}
-        """How long each answer took, by seq."""
         self.open = 0
         """Answers that nobody has asked for yet."""
         self.last = -math.inf
         order: list[int] = []
         submitted: dict[int, GroupSubmitted] = {}
-        spent: dict[tuple[int | None, str], StageApplied] = {}
         for event in events:
             if isinstance(event, GroupSubmitted):
                 submitted[event.group_index] = event
-            elif isinstance(event, StageApplied):
-                spent[event.index, event.stage] = event
             elif isinstance(event, SampleGenerated):
                 key = event.group_index, event.index
                 self.waiting.setdefault(key, deque()).append(event)
                 self.any.setdefault(key, event)
-                stage = spent.get((event.index, event.stage))
-                took = event.seconds if stage is None or event.seconds >= 0 else stage.seconds - stage.waited
-                self.seconds[event.seq] = max(0.0, took)
                 if event.status is SampleStatus.ABORTED:
                     self.aborted[key] = self.aborted.get(key, 0) + 1
                 else:

@@ -11,6 +11,7 @@ Of an execution that was resubmitted the last attempt counts; a fanned-out child
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -168,14 +169,8 @@ class GroupRecord:
         return self.submitted.samples[0][0].sample.prompt
 
     @property
-    def key(self) -> int:
-        """Where it stands among the groups: when it was first judged, else complete, else ended."""
-        for event in self.stages:
-            if isinstance(event, GroupJudged):
-                return event.seq
-        if self.completed is not None:
-            return self.completed.seq
-        return self.ended.seq if self.ended is not None else self.submitted.seq
+    def kept(self) -> bool:
+        return self.ended is not None and self.ended.outcome == "kept"
 
     def start(self, log: RecordedLog, execution: ExecutionRecord, attempt: int) -> Sample:
         """The sample with which an execution began: what it had when it was recycled, else its prompt."""
@@ -281,6 +276,12 @@ class RoundRecord:
     @property
     def group_size(self) -> int:
         return self.started.group_size if self.started is not None else 1
+
+    @cached_property
+    def full(self) -> float:
+        """When the batch was full, as a seq."""
+        kept = [record.ended.seq for record in self.groups if record.ended is not None and record.kept]
+        return sorted(kept)[self.target - 1] if 0 < self.target <= len(kept) else math.inf
 
     def __str__(self) -> str:
         return f"{'evaluation' if self.evaluation else 'rollout'} {self.rollout_id}"

@@ -14,9 +14,10 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from difflib import get_close_matches
+from functools import partial
 from inspect import isawaitable
 from typing import Any, Final
 
@@ -52,8 +53,9 @@ from eventbus.replay.run import (
     _GroupJob,
     judged,
     run_alone,
+    side_by_side,
 )
-from eventbus.replay.stages import Known, given, named_in, replacement, stages_of
+from eventbus.replay.stages import Known, Regrouped, given, named_in, regrouped, replacement, stages_of
 from eventbus.replay.verify import Verification, verdict_of
 from eventbus.replay.whatif import Arrival, Rewards, Simulation, changed_rewards, mean_reward, rewards_of
 from eventbus.sample import Sample
@@ -210,8 +212,9 @@ class Replay:
     def what_if(self, stages: Mapping[str, Any], rollouts: Collection[int] | None = None) -> WhatIfReport:
         """What the batches would have been with other stages in the place of those of these names.
 
-        Stages before the first changed one answer from the record. Where only group stages change that look at rewards,
-        lengths or metadata, no column of the log is read.
+        Stages that this replay was given and the run did not have count as changed, too, and so do those that it had
+        and that were not given. Stages before the first changed one answer from the record. Where only group stages
+        change that look at rewards, lengths or metadata, no column of the log is read.
 
         :param rollouts: which; default: all that have finished.
         :raises ReplayError: there is no such stage, it asked an engine, or its replacement has another level; or what
@@ -220,16 +223,24 @@ class Replay:
         """
         changed = {name: replacement(name, self.stage(name), stage) for name, stage in stages.items()}
         known = [changed.get(each.name, each) for each in self._known]
-        report = WhatIfReport(list(changed))
-        sample_level = any(each.level == "sample" for each in changed.values())
-        fast = not sample_level and not any(self._from_record(each) for each in known if each.level == "group")
+        if batch := [name for name, each in changed.items() if each.level == "batch"]:
+            raise ReplayError(
+                f"{batch[0]!r} is a batch stage: a what-if leads up to the batch; verify with the new one among the "
+                "stages, which compares what is in the batch"
+            )
+        others = regrouped(known, self.log)
+        report = WhatIfReport([*changed, *others.told])
+        samples_change = others.samples or any(each.level == "sample" for each in changed.values())
+        fast = not samples_change and all(each.runs(self.run_external) for each in known if each.level == "group")
 
         async def run(pool: WorkerPool) -> None:
             for round in self._rounds(rollouts, _GROUP_KINDS if fast else None, report.notes, evaluation=False):
                 if rollouts is not None or _came_to_an_end(round):
-                    report.rollouts.append(await _WhatIf(self, round, known, changed, report).run(pool))
+                    report.rollouts.append(await _WhatIf(self, round, known, changed, others, report).run(pool))
+                else:
+                    report.notes.append(f"{round}: left out, since it did not come to its end; name it to look at it")
 
-        with _uncollected():
+        with _uncollected() if fast else nullcontext():
             run_alone(run)
         return report
 
@@ -268,9 +279,6 @@ class Replay:
 
     # Shared
 
-    def _from_record(self, known: Known) -> bool:
-        return known.stage is None or (known.external and not self.run_external)
-
     def offers(self, round: RoundRecord) -> dict[str, Any]:
         """What stages can ask for by keyword."""
         return {
@@ -303,13 +311,13 @@ class Replay:
                 continue
             events = log.events(kinds, rollout=part.rollout_id, evaluation=part.evaluation)
             round = RoundRecord(events, part.rollout_id, part.evaluation)
-            if round.started is None and not round.groups:
-                continue  # known by its end only
-            damaged = [hurt for hurt in getattr(log, "damage", ()) if _overlaps(hurt, part)]
-            if damaged:
+            if damaged := [hurt for hurt in getattr(log, "damage", ()) if _overlaps(hurt, part)]:
                 notes.append(f"{round}: left out, since events of it are missing: {damaged[0]}")
-                continue
-            yield round
+            elif round.started is not None or round.groups:  # else known by its end only
+                yield round
+        for hurt in getattr(log, "damage", ()) if rollouts is None else ():
+            if not any(_overlaps(hurt, part) for part in rounds):
+                notes.append(f"something may be missing: {hurt}")
 
 
 class _WhatIf:
@@ -321,6 +329,7 @@ class _WhatIf:
         round: RoundRecord,
         known: list[Known],
         changed: Mapping[str, Known],
+        others: Regrouped,
         report: WhatIfReport,
     ) -> None:
         self.replay = replay
@@ -328,16 +337,17 @@ class _WhatIf:
         self.round = round
         self.known = known
         self.changed = changed
+        self.others = others
         self.report = report
         self.unfinished: dict[str, int] = {}
         self.unread: list[str] = []
         self.revived = 0
         """Groups that were lost in the run, and would now go on to what was never generated."""
-        self.samples_change = any(each.level == "sample" for each in changed.values())
+        self.samples_change = others.samples or any(each.level == "sample" for each in changed.values())
 
     async def run(self, pool: WorkerPool) -> RoundDifference:
         round = self.round
-        for name in self.changed:
+        for name in (*self.changed, *self.others.gone):
             if name in round.engines:
                 raise ReplayError(
                     f"{name!r} asked an engine: what another would have answered is not in the log; "
@@ -356,7 +366,7 @@ class _WhatIf:
         both = [(old[key], now[key]) for key in now if key in old]
         kept = [rewards_of(group) for group in simulation.kept.values()]
         summary = round.finished.summary if round.finished is not None else None
-        old_kept = [old[id(record)] for record in round.groups if _kept(record) and id(record) in old]
+        old_kept = [old[id(record)] for record in round.groups if record.kept and id(record) in old]
         difference.rewards = {
             "generated": Change(mean_reward(one for one, _ in both), mean_reward(now.values())),
             "kept": Change(summary.kept_reward_mean if summary else mean_reward(old_kept), mean_reward(kept)),
@@ -367,9 +377,10 @@ class _WhatIf:
 
     def _modes(self, stages: list[Stage], *, prefix_runs: bool = False) -> dict[str, Mode]:
         first = next((n for n, stage in enumerate(stages) if stage.name in self.changed), len(stages))
+        first = min(first, self.others.first)
         modes: dict[str, Mode] = {}
         for position, (stage, known) in enumerate(zip(stages, self.known, strict=True)):
-            answers = self.replay._from_record(known) or stage.name in self.round.engines
+            answers = not known.runs(self.replay.run_external) or stage.name in self.round.engines
             if stage.level == "sample" and position < first and not stage.wraps and not prefix_runs:
                 answers = True
             if stage.name in self.changed:
@@ -383,9 +394,9 @@ class _WhatIf:
     ) -> tuple[dict[int, Rewards], list[Arrival]]:
         """The groups at the end of their sample stages: what they earned in the record, and what they are now."""
         round = self.round
-        full = _full(round)
         old: dict[int, Rewards] = {}
-        arrivals: list[Arrival] = []
+        arrivals: list[Arrival | None] = []
+        again: list[tuple[int, GroupRecord]] = []
         runner = SampleRunner(
             stages, self.modes, self.log, round, pool, offers, strict=False, prefix=self.prefix
         )  # fmt: skip
@@ -393,32 +404,33 @@ class _WhatIf:
         self.runs_all = SampleRunner(stages, modes, self.log, round, pool, offers, strict=False)
         for record in round.groups:
             ended, completed = record.ended, record.completed
-            ready = completed.seq if completed is not None else ended.seq if ended is not None else record.submitted.seq
-            if ended is not None and ended.outcome in ("cancelled", "recycled") and ended.seq < full:
+            if ended is not None and ended.outcome in ("cancelled", "recycled") and ended.seq < round.full:
                 # Given back before the batch was full, since its engine aborted it.
-                arrivals.append(Arrival(ended.seq, ended.seq, record, None, ended.outcome, ended.reason))
+                arrivals.append(Arrival(record, None, ended.outcome, ended.reason))
                 continue
             if completed is not None:
                 last = [row[-1].sample for row in completed.samples]
                 old[id(record)] = [(sample.rollout_id, sample.reward) for sample in last]
             if not self.samples_change or (completed is not None and completed.at > 0):
                 if completed is not None:
-                    arrivals.append(Arrival(record.key, ready, record, self._recorded(record, completed)))
+                    arrivals.append(Arrival(record, self._recorded(record, completed), at=completed.at))
                 elif ended is not None and ended.outcome in ("dropped", "failed"):
-                    arrivals.append(Arrival(ended.seq, ended.seq, record, None, ended.outcome, ended.reason))
+                    arrivals.append(Arrival(record, None, ended.outcome, ended.reason))
                 else:
                     self._count("stopped when the batch was full")
                 continue
-            arrival = await self._again(runner, record, ready)
-            if arrival is not None:
-                arrivals.append(arrival)
+            again.append((len(arrivals), record))
+            arrivals.append(None)
+        results = await side_by_side(partial(self._again, runner), [record for _, record in again])
+        for (place, _), arrival in zip(again, results, strict=True):
+            arrivals[place] = arrival
         foreign = Counter(runner.foreign_input) + Counter(self.runs_all.foreign_input)
         for name, count in foreign.items():
             self.report.notes.append(
                 f"{round}: {name!r} is external and answered from the record {count} times although what it would be "
                 "asked is something else; run_external=True (--run-external) asks it again"
             )
-        return old, arrivals
+        return old, [arrival for arrival in arrivals if arrival is not None]
 
     def _recorded(self, record: GroupRecord, completed: GroupCompleted) -> Group:
         group = Group(record.index, record.prompt, self.log.samples(completed))
@@ -426,7 +438,7 @@ class _WhatIf:
             group.verdict = Verdict(True, by_fallback=record.ended is not None and record.ended.by_fallback)
         return group
 
-    async def _again(self, runner: SampleRunner, record: GroupRecord, ready: int) -> Arrival | None:
+    async def _again(self, runner: SampleRunner, record: GroupRecord) -> Arrival | None:
         """A group through the changed sample stages."""
         done: list[list[Sample]] = []
         lost: list[tuple[int, Lost]] = []
@@ -455,16 +467,13 @@ class _WhatIf:
         size = len(record.executions)
         least = min(self.round.spec.get("min_group_size") or size, size)
         if size - len(lost) < least:
-            end = record.ended
-            at = end.seq if end is not None and end.outcome in ("dropped", "failed") else record.key
             _, first = min(lost)
-            return Arrival(at, at, record, None, first.outcome, first.reason)
+            return Arrival(record, None, first.outcome, first.reason)
         if open_ends:
             self._count(f"stopped where {open_ends[0]}")
             self.revived += record.ended is not None and record.ended.outcome in ("dropped", "failed")
             return None
-        group = Group(record.index, record.prompt, done)
-        return Arrival(record.key, ready, record, group)
+        return Arrival(record, Group(record.index, record.prompt, done))
 
     async def _apply(
         self, stage: Stage, record: GroupRecord, group: Group, remaining: int
@@ -521,8 +530,8 @@ class _Steps:
         self.replay = replay
         self.round = round
         self.record = record
-        self.stages = stages_of(replay._known, round)
-        self.known = {known.name: known for known in replay._known}
+        self.stages = stages_of(replay.stages, round)
+        self.known = {known.name: known for known in replay.stages}
         self.offers = replay.offers(round)
 
     def walk(self, stage: str | None, sample: int | None) -> Iterator[Step]:
@@ -643,16 +652,6 @@ def _came_to_an_end(round: RoundRecord) -> bool:
         return False
     error = round.finished.error
     return error is None or error.startswith("RolloutExhausted")
-
-
-def _full(round: RoundRecord) -> float:
-    """When the batch was full, as a seq."""
-    kept = [record.ended.seq for record in round.groups if _kept(record) and record.ended is not None]
-    return sorted(kept)[round.target - 1] if 0 < round.target <= len(kept) else float("inf")
-
-
-def _kept(record: GroupRecord) -> bool:
-    return record.ended is not None and record.ended.outcome == "kept"
 
 
 def _copied(group: Group | None) -> Group:

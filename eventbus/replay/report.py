@@ -40,7 +40,10 @@ class VerifyReport(msgspec.Struct):
             f"{self.rounds} rounds, {self.executions} executions, {self.groups} groups, {self.batches} batches; "
             f"{self.events} events"
         )
-        lines = [f"the same: {counts}"] if self.divergence is None else [f"differs at {self.divergence}"]
+        if self.divergence is not None:
+            lines = [f"differs at {self.divergence}"]
+        else:
+            lines = [f"the same: {counts}" if self.rounds else "nothing was verified: there is no rollout to read"]
         lines += [f"not verified: {name}: {why}" for name, why in self.not_verified.items()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -130,27 +133,26 @@ class WhatIfReport(msgspec.Struct):
         return table
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        count = len(self.rollouts)
-        yield "changed", f"{', '.join(self.changed) or 'nothing'}; {count} rollout{'s' if count != 1 else ''}"
+        yield "changed", f"{', '.join(self.changed) or 'nothing'}; {_counted(len(self.rollouts), 'rollout')}"
         if self.same:
-            yield "difference", "none"
+            yield "difference", "none" if self.rollouts else "not known: there was no rollout to look at"
         for each in self.rollouts:
             if each.same:
                 continue
             yield f"rollout {each.rollout_id}", ""
             for name, groups in (("added", each.added), ("removed", each.removed)):
                 if groups:
-                    yield f"  {name}", f"{len(groups)} groups: {_numbers(groups)}"
+                    yield f"  {name}", f"{_counted(len(groups), 'group')}: {_numbers(groups)}"
             if each.changed_rewards:
-                yield "  rewards changed", f"{each.changed_rewards} executions"
+                yield "  rewards changed", _counted(each.changed_rewards, "execution")
             for name, change in each.rewards.items():
-                if change.old != change.new:
-                    yield f"  reward, {name}", f"{_mean(change.old)} -> {_mean(change.new)}"
+                if (old := _mean(change.old)) != (new := _mean(change.new)):
+                    yield f"  reward, {name}", f"{old} -> {new}"
             if each.missing:
                 causes = [f"{number} {cause}" for cause, number in each.unfinished.items()]
                 yield (
                     "  missing",
-                    f"{each.missing} groups that were never generated; what the batch would have been is not known"
+                    f"{_counted(each.missing, 'group')} never generated; what the batch would have been is not known"
                     + (f" ({'; '.join(causes)})" if causes else ""),
                 )
         for name, change in sorted(self.outcomes.items()):
@@ -171,6 +173,10 @@ def _sums(counts: list[dict[str, Change]]) -> dict[str, Change]:
         )
         for name in names
     }
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _numbers(numbers: list[int], most: int = 12) -> str:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from inspect import isawaitable
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import anyio
 import msgspec
@@ -44,14 +44,31 @@ from eventbus.replay.record import (
     overwrite,
     plain,
 )
+from eventbus.replay.stages import altered
 from eventbus.rollout import _check_group
 from eventbus.sample import Sample, SampleStatus, WeightSpan, copied
 from eventbus.stage import ContractError, Drop, Dropped, Hold, Stage
 from eventbus.workers import Worker, WorkerPool
 
-__all__ = ["Divergence", "Finished", "GroupRunner", "Lost", "Mode", "SampleRunner", "Stop", "Unfinished", "judged"]
+__all__ = [
+    "Divergence",
+    "Finished",
+    "GroupRunner",
+    "Lost",
+    "Mode",
+    "SampleRunner",
+    "Stop",
+    "Unfinished",
+    "judged",
+    "side_by_side",
+]
 
 Mode: TypeAlias = Literal["run", "record"]
+T = TypeVar("T")
+R = TypeVar("R")
+
+SIDE_BY_SIDE: Final = 256
+"""Executions that may wait in their stages at a time."""
 
 _ASKED: Final = frozenset({"prompt", "tokens", "response", "response_length", "multimodal_inputs", "session_id"})
 """What an engine makes its answer from."""
@@ -156,6 +173,7 @@ class _Job:
         round = runner.round
         place = Place(round.rollout_id, round.evaluation, group.index, trace.index, execution.id)
         place.job = self
+        self.place = place
         self.context: RolloutContext = place
         self.worker: Worker | None = None
         self.segment = 0
@@ -320,11 +338,18 @@ class _Job:
     def _find(self, stage: Stage) -> Applied:
         for position in range(self.cursor, len(self.stages)):
             if self.stages[position].event.stage == stage.name:
-                for skipped in self.stages[self.cursor : position]:
-                    self._pass(skipped)
+                self._skip(position)
                 self.cursor = position + 1
                 return self.stages[position]
         raise self.stop(_End(f"the record has no answer of {stage.name!r} for it"))
+
+    def _skip(self, position: int) -> None:
+        """Past stages of the record that did not come: what one wrote that is there no more is missing from now on."""
+        for skipped in self.stages[self.cursor : position]:
+            self._pass(skipped)
+            event = skipped.event
+            if isinstance(event, StageApplied) and event.stage not in self.runner.stages:
+                self.differs.update(event.changed, event.columns)
 
     def _pass(self, applied: Applied) -> None:
         """Keep up with what the record has in fields that hold dicts."""
@@ -369,6 +394,7 @@ class _Job:
             applied = self.stages[position]
             event = applied.event
             if event.stage == stage.name:
+                self._skip(position)
                 if isinstance(event, StageApplied):
                     found = set(differences(before, (fields, marks), (event.changed, event.columns)))
                     self._pass(applied)
@@ -482,7 +508,10 @@ class SampleRunner:
             sample, index, segment, at, row, position = todo.pop(0)
             job = _Job(self, group, execution, attempt.traces.get(index) or Trace(index))
             job.segment = segment
-            result = await self._run(job, sample, at)
+            try:
+                result = await self._run(job, sample, at)
+            finally:
+                job.place.job = None  # they hold each other, and with them the samples
             if isinstance(result, Unfinished):
                 unfinished = unfinished or result
             elif isinstance(result, Lost):
@@ -592,17 +621,9 @@ def substitute(stage: Stage, mode: Mode) -> Stage:
             return job.answer(stage, sample)
 
         function = answer
-    return Stage(
-        stage.name,
-        stage.level,
-        function,
-        wraps=stage.wraps,
-        takes_args=stage.takes_args and mode == "run",
-        wants=stage.wants if mode == "run" else frozenset(),
-        external=stage.external,
-        on_error=stage.on_error,
-        fans_out=stage.fans_out,
-    )
+    if mode == "run":
+        return altered(stage, function=function)
+    return altered(stage, function=function, takes_args=False, wants=frozenset())
 
 
 # Groups
@@ -664,7 +685,7 @@ class GroupRunner:
             if result.index != group.index:
                 raise ContractError(f"stage {stage.name!r} returned group {result.index} for group {group.index}")
             group = result
-        if settled:
+        if settled or not group.executions or not all(group.executions):
             _check_group(group, stage)
         said = result if isinstance(result, Drop | Hold) else None
         if stage.counts and (group.verdict is None or group.verdict is before):
@@ -725,6 +746,36 @@ def _flat(results: list[Any]) -> list[Sample]:
     for result in results:
         flat.extend(_flat(result) if isinstance(result, list) else [result])
     return flat
+
+
+async def side_by_side(function: Callable[[T], Awaitable[R]], items: Sequence[T]) -> list[R]:
+    """What `await function(item)` gives for each, in their order.
+
+    They begin in their order, and each goes as far as it first waits before the next begins: stages that wait do so
+    together, and those that do not are called as if there were no others.
+
+    :raises Exception: the first that was raised; the others are cancelled.
+    """
+    results: list[Any] = [None] * len(items)
+    failures: list[Exception] = []
+    places = anyio.Semaphore(SIDE_BY_SIDE)
+
+    async def one(position: int, item: T) -> None:
+        try:
+            results[position] = await function(item)
+        except Exception as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+        finally:
+            places.release()
+
+    async with anyio.create_task_group() as tasks:
+        for position, item in enumerate(items):
+            await places.acquire()
+            tasks.start_soon(one, position, item)
+    if failures:
+        raise failures[0]
+    return results
 
 
 def run_alone(function: Callable[[WorkerPool], Any]) -> Any:

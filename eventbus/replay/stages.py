@@ -6,25 +6,41 @@ A stage that cannot be had here stays in its place and answers from the record (
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from eventbus.config import ConfigError, _Builder, _override
+from eventbus.config import ConfigError, build_stage, override
 from eventbus.events import GroupJudged, StageApplied
-from eventbus.imports import LoadError, _well_formed, load_object
+from eventbus.imports import LoadError, load_object
 from eventbus.pipeline import Pipeline
 from eventbus.replay.record import RecordedLog, ReplayError, RoundRecord
 from eventbus.stage import ContractError, DeclaredStage, Stage, bind, bind_all
 
-__all__ = ["Known", "changed_option", "given", "named_in", "option_value", "place_of", "replacement", "stages_of"]
+__all__ = [
+    "Known",
+    "altered",
+    "changed_option",
+    "declared",
+    "given",
+    "look_beside",
+    "named_in",
+    "option_value",
+    "regrouped",
+    "replacement",
+    "stages_of",
+]
+
+
+_PATH: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -36,6 +52,10 @@ class Known(msgspec.Struct, frozen=True):
     external: bool = False
     on_error: Any = "fail"
     missing: str | None = None
+
+    def runs(self, run_external: bool) -> bool:
+        """It is here, and nothing says that it answers from the record."""
+        return self.stage is not None and (run_external or not self.external)
 
 
 def given(stages: Sequence[Any] | Pipeline) -> list[Known]:
@@ -53,31 +73,56 @@ def named_in(log: RecordedLog, overrides: Iterable[str] = ()) -> list[Known]:
     :raises ConfigError: an override is wrong.
     """
     header = log.header
-    base = place_of(log)
-    for folder in (str(base), str(Path.cwd())):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    base = look_beside(log)
     notes = list(header.stages)
     tables = _tables(header.config)
     if not notes and not tables:
         raise ReplayError("the log does not say which stages it had: give them, Replay(log, stages=[...])")
     if tables and (not notes or len(notes) == len(tables)):
         config: dict[str, Any] = {"stages": tables}
-        for override in overrides:
-            _override(config, override)
-        builder = _Builder(base)
-        builder.engine = _NoEngine()
+        for each in overrides:
+            override(config, each)
         return [
-            _from_table(builder, table, position, notes[position] if notes else None)
+            _from_table(table, position, base, notes[position] if notes else None)
             for position, table in enumerate(config["stages"])
         ]
     return [_from_note(note) for note in notes]
 
 
-def place_of(log: RecordedLog) -> Path:
-    """The folder at which relative paths start: that of the log, where run.toml usually lies too."""
+def look_beside(log: RecordedLog) -> Path:
+    """Have modules found in the folder of the log, where run.toml usually lies too, and in the current one.
+
+    :return: the folder of the log, at which relative paths start.
+    """
     path = getattr(log, "path", None)
-    return Path(path).absolute().parent if path is not None else Path.cwd()
+    base = Path.cwd() if path is None else Path(path).absolute().parent
+    for folder in (str(base), str(Path.cwd())):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return base
+
+
+class Regrouped(NamedTuple):
+    """How the stages that are given differ from those of the run in what there is, and in its order."""
+
+    first: int
+    """The first place at which they do."""
+    samples: bool
+    """That place is among the sample stages."""
+    gone: list[str]
+    told: list[str]
+
+
+def regrouped(known: Sequence[Known], log: RecordedLog) -> Regrouped:
+    names, were = [each.name for each in known], [note.name for note in log.header.stages]
+    if not were or names == were:
+        return Regrouped(len(names), False, [], [])
+    pairs = zip(names, were, strict=False)
+    first = next((place for place, (name, other) in enumerate(pairs) if name != other), min(len(names), len(were)))
+    levels = [each.level for each in (*known[first : first + 1], *log.header.stages[first : first + 1])]
+    gone, new = [name for name in were if name not in names], [name for name in names if name not in were]
+    told = [f"without {name}" for name in gone] + [f"with {name}" for name in new]
+    return Regrouped(first, "sample" in levels, gone, told or ["another order"])
 
 
 def stages_of(known: Sequence[Known], round: RoundRecord) -> list[Stage]:
@@ -120,17 +165,7 @@ def replacement(name: str, known: Known, stage: Any) -> Known:
             raise ReplayError(str(error)) from error
     if bound.level != known.level:
         raise ReplayError(f"{name!r} is a {known.level} stage, the replacement {bound.name!r} a {bound.level} stage")
-    renamed = Stage(
-        name,
-        bound.level,
-        bound.function,
-        wraps=bound.wraps,
-        takes_args=bound.takes_args,
-        wants=bound.wants,
-        external=bound.external,
-        on_error=bound.on_error,
-        fans_out=bound.fans_out,
-    )
+    renamed = altered(bound, name=name)
     return Known(name, known.level, renamed, renamed.external, renamed.on_error)
 
 
@@ -168,9 +203,21 @@ def changed_option(known: Known, option: str, value: Any) -> Any:
             changed = type(function)(**kept, **{option: value})
         except (TypeError, ValueError) as error:
             raise ReplayError(f"{known.name}.{option}: {error}") from error
-    stage = known.stage
+    return declared(known.stage, changed)
+
+
+def altered(stage: Stage, **changes: Any) -> Stage:
+    """A bound stage that is another in these attributes."""
+    other = copy(stage)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return other
+
+
+def declared(stage: Stage, function: Any) -> DeclaredStage:
+    """Another function in the place of a stage's, to be bound anew."""
     return DeclaredStage(
-        changed,
+        function,
         stage.level,
         name=stage.name,
         external=stage.external,
@@ -196,10 +243,10 @@ def _tables(config: str | None) -> list[dict[str, Any]]:
     return tables if isinstance(tables, list) and all(isinstance(table, dict) for table in tables) else []
 
 
-def _from_table(builder: _Builder, table: Mapping[str, Any], position: int, note: Any) -> Known:
+def _from_table(table: Mapping[str, Any], position: int, base: Path, note: Any) -> Known:
     table = {key: deepcopy(value) for key, value in table.items() if key != "engine"}
     try:
-        stage = bind(builder.stage(table, f"stages[{position}]"))
+        stage = bind(build_stage(table, f"stages[{position}]", base, _NoEngine()))
         return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
     except Exception as error:  # also what its module raises: whatever it is, the stage is not here
         why = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
@@ -261,4 +308,4 @@ def option_value(value: Any) -> Any:
 
     :raises LoadError: it names nothing.
     """
-    return load_object(value) if isinstance(value, str) and ":" in value and _well_formed(value) else value
+    return load_object(value) if isinstance(value, str) and _PATH.fullmatch(value) else value

@@ -6,6 +6,7 @@ with the count that they saw. The first event that differs is the one with the l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from eventbus.group import Batch, Group, Summary, Verdict
 from eventbus.ledger import Ledger
 from eventbus.log import LogError
 from eventbus.replay.compare import samples_differ
-from eventbus.replay.record import Change, GroupRecord, NotStored, RoundRecord, plain
+from eventbus.replay.record import Change, ExecutionRecord, GroupRecord, NotStored, RoundRecord, plain
 from eventbus.replay.report import VerifyReport
 from eventbus.replay.run import (
     Divergence,
@@ -38,8 +39,9 @@ from eventbus.replay.run import (
     Unfinished,
     _Diverged,
     judged,
+    side_by_side,
 )
-from eventbus.replay.stages import stages_of
+from eventbus.replay.stages import regrouped, stages_of
 from eventbus.sample import Sample
 from eventbus.stage import Drop, Hold
 from eventbus.workers import WorkerPool
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verification", "verdict_of"]
 
+_NUMBER: Final = re.compile(r"0x[0-9a-f]+|\d+")
 _OTHER: Final = "it does something else than its record says"
 
 
@@ -62,14 +65,15 @@ class Verification:
         self.report = report
         self.first: Divergence | None = None
         self.results: dict[tuple[int, int], Finished | Lost | Unfinished] = {}
-        self.unread: dict[str, int] = {}
+        self.unread: dict[str, tuple[str, int]] = {}
+        """What could not be read: the first and how many, by its text without the numbers."""
 
     async def run(self, pool: WorkerPool) -> None:
         replay, round = self.replay, self.round
-        stages = stages_of(replay._known, round)
+        stages = stages_of(replay.stages, round)
         modes: dict[str, Mode] = {}
-        for stage, known in zip(stages, replay._known, strict=True):
-            answers = replay._from_record(known) or stage.name in round.engines
+        for stage, known in zip(stages, replay.stages, strict=True):
+            answers = not known.runs(replay.run_external) or stage.name in round.engines
             modes[stage.name] = "record" if answers else "run"
             if stage.name in round.engines:
                 self.report.not_verified[stage.name] = "it asked an engine, whose answers come from the record"
@@ -83,8 +87,8 @@ class Verification:
             await walk.run()
         except _Diverged as diverged:
             self._found(diverged.divergence)
-        for why, count in self.unread.items():
-            self.report.notes.append(f"{round}: not verified for {count} executions or groups: {why}")
+        for why, count in self.unread.values():
+            self.report.notes.append(f"{round}: not verified for {count} executions or groups, the first: {why}")
         self.report.events += round.count
         self.report.divergence = self.first
 
@@ -97,9 +101,12 @@ class Verification:
             if attempt.traces
         ]
         # In the order in which they came to their end: that of the stages behind the engine, were they to keep a state.
-        for _, first, group, execution, number in sorted(todo, key=lambda entry: entry[0]):
+        todo.sort(key=lambda entry: entry[0])
+
+        async def one(entry: tuple[int, int, GroupRecord, ExecutionRecord, int]) -> None:
+            _, first, group, execution, number = entry
             if self.first is not None and first > self.first.seq:
-                continue
+                return
             try:
                 self.results[execution.id, number] = await runner.execution(group, execution, number)
                 self.report.executions += 1
@@ -108,14 +115,17 @@ class Verification:
             except (NotStored, LogError) as error:
                 self.not_read(error)
 
+        await side_by_side(one, todo)
+
     def _found(self, divergence: Divergence) -> None:
         if self.first is None or divergence.seq < self.first.seq:
             self.first = divergence
 
     def not_read(self, error: Exception) -> None:
         why = str(error) if isinstance(error, LogError) else "a column is not in the log: " + str(error)
-        why = next((known for known in self.unread if known[-40:] == why[-40:]), why)
-        self.unread[why] = self.unread.get(why, 0) + 1
+        alike = _NUMBER.sub("", why)
+        first, count = self.unread.get(alike, (why, 0))
+        self.unread[alike] = first, count + 1
 
 
 class _Live:
@@ -304,6 +314,10 @@ class _Walk:
             report.notes.append(f"{round}: the digest of the batch was not compared: {', '.join(left_out)} did not run")
             return
         batch = Batch(round.rollout_id, groups, summary or Summary(round.rollout_id))
+        # Of sample stages, and of group stages that the run had, the events have told already.
+        others = regrouped(self.verification.replay.stages, self.log)
+        if others.told:
+            raise self._diverged(event, None, f"the run had other stages: now it is {', '.join(others.told)}")
         for stage in self.runner.batch_stages:
             batch = await self.runner.batch(stage, batch)
         now = [group.index for group in batch.groups]

@@ -1,9 +1,10 @@
 """What would have become of a recorded rollout with other stages: the loop of `eventbus.rollout`, run over the record.
 
-Groups arrive in the order in which they were judged; a round of prompts is the one that was asked for in the record.
-The count is kept as the run keeps it. A round that was never asked for counts as under way and never arrives. Where the
-run would have waited for such groups, or for some that were stopped when the batch was full, the simulation stops and
-says how many the batch lacked: nothing is invented.
+Groups are taken in the order in which the rollout took them: for the filter, and once more where stages follow it that
+do not count, when they had passed those. A round of prompts is the one that was asked for in the record. The count is
+kept as the run keeps it. A round that was never asked for counts as under way and never arrives. Where the run would
+have waited for such groups, or for some that were stopped when the batch was full, the simulation stops and says how
+many the batch lacked: nothing is invented.
 
 Each rollout is taken by itself: it is given the prompts that it was given, whatever changed in the one before.
 """
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
+from eventbus.events import GroupJudged
 from eventbus.group import Group
 from eventbus.ledger import Ledger, Outcome
 from eventbus.replay.record import Change, GroupRecord, RoundRecord
@@ -28,21 +30,22 @@ __all__ = ["Arrival", "Rewards", "Simulation", "changed_rewards", "mean_reward",
 
 
 class Arrival(NamedTuple):
-    """A group that came to the end of its sample stages."""
+    """A group for the rollout's own task to take: behind its sample stages, or group stages that do not count."""
 
-    key: int
-    """Its place among the others."""
-    ready: int
-    """When it was complete, as a seq."""
     record: GroupRecord
     group: Group | None
     """None where it was lost on the way."""
     outcome: Outcome | None = None
     reason: str | None = None
+    at: int = 0
+    """The group stage to go on with."""
 
 
 Rewards: TypeAlias = list[tuple[int | None, Any]]
 """Per execution its id, and the reward of its last sample."""
+
+_Waiting: TypeAlias = tuple[float, int, float, Arrival]
+"""When it is taken, as a seq of the record; the number of the entry; when it was there to be taken."""
 
 _Held: TypeAlias = tuple[float, int, int, GroupRecord, Group, int]
 """Score, minus the index, id, record, group, group stage to go on at: the worst first."""
@@ -73,21 +76,27 @@ class Simulation:
         self.exhausted = False
         self._stages = stages
         self._apply = apply
-        self._arrivals = sorted(arrivals, key=lambda arrival: arrival.key)
-        self._next = 0
-        self._later: list[Arrival] = []
+        self._places = {stage.name: place for place, stage in enumerate(stages)}
+        self._arrivals = {id(arrival.record): arrival for arrival in arrivals}
+        self._waiting: list[_Waiting] = []
+        self._added = 0
+        self._now = 0.0
+        """When what is taken now was taken."""
+        self._last: dict[int, float] = {}
+        """When the last of those was taken that went on with a stage, by its number."""
         self._waves: dict[int, list[GroupRecord]] = {}
         for record in round.groups:
             self._waves.setdefault(record.submitted.round, []).append(record)
-        self._in: set[int] = set()
+        self._in_flight: dict[int, GroupRecord] = {}
         self._held: list[_Held] = []
+        self._released: set[int] = set()
         self._rounds = 0
 
     async def run(self) -> None:
         target = self.round.target
         max_rounds = int(self.round.spec.get("max_rounds", 10))
         source_ended = False
-        filled = -1
+        filled = -1.0
         while len(self.kept) < target:
             if self.ledger.remaining < target and self._rounds < max_rounds and not source_ended:
                 wave = self._waves.get(self._rounds + 1)
@@ -99,14 +108,16 @@ class Simulation:
                         self.ledger.submit(self.round.group_size)
                 for record in wave or ():
                     self._submit(record)
-            elif (arrival := self._arrival()) is not None:
+            elif self._waiting:
+                self._now, _, _, arrival = heapq.heappop(self._waiting)
                 await self._take(arrival)
-                filled = arrival.key
-                if (ended := arrival.record.ended) is not None and ended.outcome == "kept":
-                    filled = max(filled, ended.seq)
+                filled = self._now
+                ended = arrival.record.ended
+                if ended is not None and ended.seq == self.round.full and self._as_recorded(arrival.record):
+                    filled = self.round.full
             elif self.ledger.in_flight:
                 break  # only what never came, or was stopped when the batch was full
-            elif not await self._release_best():
+            elif not self._release_best():
                 self.exhausted = True
                 break
         if len(self.kept) < target and not self.exhausted:
@@ -152,29 +163,67 @@ class Simulation:
 
     def _submit(self, record: GroupRecord) -> None:
         self.ledger.submit(len(record.submitted.executions))
-        self._in.add(id(record))
+        self._in_flight[id(record)] = record
+        if (arrival := self._arrivals.get(id(record))) is not None:
+            self._wait(arrival, *self._recorded(record, arrival.at))
 
-    def _arrival(self) -> Arrival | None:
-        for position, arrival in enumerate(self._later):
-            if id(arrival.record) in self._in:
-                return self._later.pop(position)
-        while self._next < len(self._arrivals):
-            arrival = self._arrivals[self._next]
-            self._next += 1
-            if id(arrival.record) in self._in:
-                return arrival
-            self._later.append(arrival)
-        return None
+    def _wait(self, arrival: Arrival, taken: float, there: float) -> None:
+        self._added += 1
+        heapq.heappush(self._waiting, (taken, self._added, there, arrival))
 
-    async def _take(self, arrival: Arrival, at: int | None = None) -> None:
+    def _recorded(self, record: GroupRecord, at: int) -> tuple[float, float]:
+        """When a group that goes on with stage `at` was taken after that, and when it was there to be taken."""
+        judged = reached = None
+        for event in record.stages:
+            place = self._places.get(event.stage, -1)
+            if place >= at and isinstance(event, GroupJudged):
+                judged = event
+                break
+            if place >= at and not self._stages[place].counts:
+                reached = event
+        taken = judged or record.ended
+        there = reached or (record.completed if record.completed and record.completed.at == at else None) or taken
+        if taken is None:  # the log ends before
+            return (there.seq, there.seq) if there is not None else (math.inf, math.inf)
+        assert there is not None
+        if taken.seq <= self.round.full:
+            return taken.seq, there.seq
+        if judged is not None or (record.ended and record.ended.outcome in ("surplus", "carried")):
+            return taken.seq, min(there.seq, self.round.full)  # it was there when the batch was full
+        return taken.seq, taken.seq
+
+    def _go_on(self, record: GroupRecord, group: Group, at: int) -> None:
+        """Through stages that do not count, beside the others; then it is taken again."""
+        arrival = Arrival(record, group, at=at)
+        passed = any(
+            isinstance(event, GroupJudged) and event.verdict.kept and self._places.get(event.stage) == at - 1
+            for event in record.stages
+        )
+        passed = passed or (record.ended is not None and record.ended.outcome not in ("dropped", "failed"))
+        if passed and self._as_recorded(record):
+            taken, there = self._recorded(record, at)
+        else:  # it did not come so far: behind the one that was taken before it
+            taken = there = max(self._now, self._last.get(at, 0.0))
+        self._last[at] = taken
+        self._wait(arrival, taken, there)
+
+    def _as_recorded(self, record: GroupRecord) -> bool:
+        """It was in the reserve for a while, or was not, in both."""
+        held = any(isinstance(event, GroupJudged) and event.held for event in record.stages)
+        return held == (id(record) in self._released)
+
+    async def _take(self, arrival: Arrival) -> None:
         record, group = arrival.record, arrival.group
         if group is None:
             assert arrival.outcome is not None
             self._end(record, arrival.outcome, arrival.reason)
             return
-        first = (record.completed.at if record.completed is not None else 0) if at is None else at
-        for number in range(first, len(self._stages)):
+        number, counted = arrival.at, False
+        while number < len(self._stages):
             stage = self._stages[number]
+            if counted and not stage.counts:
+                break
+            counted = counted or stage.counts
             answer = await self._apply(stage, record, group, self.ledger.remaining)
             if isinstance(answer, str):
                 self._end(record, "failed", answer)
@@ -182,24 +231,27 @@ class Simulation:
             if answer is None:  # it would be generated again: it stays in flight
                 self._count_unfinished(f"would be generated again after an error in {stage.name}")
                 return
+            number += 1
             group, said = answer
             if isinstance(said, Drop):
                 self._end(record, "dropped", said.reason)
                 return
             if isinstance(said, Hold):
-                self._hold(record, group, said, number + 1)
+                self._hold(record, group, said, number)
                 return
         if len(self.kept) >= self.round.target:
             self._end(record, "carried" if self.round.spec.get("surplus") == "carry" else "surplus", None)
-            return
-        self.kept[record.index] = group
-        self._end(record, "kept", None, group)
+        elif number < len(self._stages):
+            self._go_on(record, group, number)
+        else:
+            self.kept[record.index] = group
+            self._end(record, "kept", None, group)
 
     def _count_unfinished(self, why: str) -> None:
         self.unfinished[why] = self.unfinished.get(why, 0) + 1
 
     def _end(self, record: GroupRecord, outcome: Outcome, reason: str | None, group: Group | None = None) -> None:
-        self._in.discard(id(record))
+        del self._in_flight[id(record)]
         filler = group is not None and group.verdict is not None and group.verdict.by_fallback
         self.ledger.end(outcome, reason, by_fallback=filler)
         self.outcomes[id(record)] = (outcome, reason)
@@ -215,7 +267,7 @@ class Simulation:
         _, _, _, record, group, _ = entry
         self._end(record, "dropped", group.verdict.reason if group.verdict is not None else None)
 
-    async def _release_best(self) -> bool:
+    def _release_best(self) -> bool:
         best = heapq.nlargest(self.round.target - len(self.kept), self._held)
         for entry in best:
             self._held.remove(entry)
@@ -223,24 +275,26 @@ class Simulation:
         for _, _, _, record, group, at in best:
             assert group.verdict is not None
             group.verdict = msgspec.structs.replace(group.verdict, kept=True, by_fallback=True)
-            await self._take(Arrival(0, 0, record, group), at)
+            self._released.add(id(record))
+            self._go_on(record, group, at)
         heapq.heapify(self._held)
         return bool(best)
 
-    async def _close(self, filled: int) -> None:
+    async def _close(self, filled: float) -> None:
         """The batch is full: judge what was complete by then, drop the reserve, give back the rest."""
-        while (arrival := self._arrival()) is not None:
-            if arrival.ready <= filled:
+        while self._waiting:
+            self._now, _, there, arrival = heapq.heappop(self._waiting)
+            if there <= filled:
                 await self._take(arrival)
         for entry in self._held:
             self._drop_held(entry)
         self._held.clear()
-        unfinished = {"cancel": "cancelled", "restart": "cancelled", "recycle": "recycled"}
-        outcome: Any = unfinished[self.round.spec.get("unfinished", "restart")]
-        for record in self.round.groups:
-            if id(record) in self._in:
-                restarted = self.round.spec.get("unfinished", "restart") == "restart"
-                self._end(record, outcome, "restarted" if restarted else None)
+        policy = self.round.spec.get("unfinished", "restart")
+        for record in list(self._in_flight.values()):
+            if policy == "recycle":
+                self._end(record, "recycled", None)
+            else:
+                self._end(record, "cancelled", "restarted" if policy == "restart" else None)
 
 
 def _count(
