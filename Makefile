@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-slow check bench clean
+.PHONY: demo test test-slow test-megatron check bench clean
 
 demo: .venv/installed-demo
 	$(BIN)/rolloutbus run examples/demo/run.toml
@@ -14,6 +14,10 @@ test: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m slow
+
+# With megatron-core and the binary of torch_memory_saver, on a CPU.
+test-megatron: .venv/installed-megatron
+	$(BIN)/python -m pytest tests/test_deep_ep.py tests/test_stateless_adam.py tests/test_megatron_*.py
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -47,3 +51,7 @@ clean:
 .venv/installed-dev: pyproject.toml | .venv/torch
 	$(PIP) install --editable '.[embedded,math,dev]'
 	touch $@ .venv/installed-demo
+
+.venv/installed-megatron: pyproject.toml .venv/installed-dev
+	$(PIP) install --editable '.[test-megatron]'
+	touch $@

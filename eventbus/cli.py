@@ -34,6 +34,7 @@ from rich.console import Console
 
 from eventbus.batching import RolloutExhausted
 from eventbus.config import ConfigError, RunPlan, load_plan
+from eventbus.doctor import doctor
 from eventbus.imports import LoadError, load_object
 from eventbus.log.inspect.commands import app as log
 from eventbus.replay.commands import replay
@@ -81,6 +82,7 @@ app = App(
 )
 
 
+app.command(doctor)
 app.command(log)
 app.command(replay)
 

@@ -22,12 +22,14 @@ from typing import Any, Final
 __all__ = ["EXTRAS", "LoadError", "load_object", "optional_dependency"]
 
 EXTRAS: Final[Mapping[str, str]] = {
+    "aiohttp": "sglang",
     "httpx": "http",
     "math_verify": "math",
     "matplotlib": "embedded",
     "numpy": "embedded",
     "plotext": "embedded",
     "torch": "embedded",
+    "transformers": "sglang",
     "trio": "trio",
 }
 """Modules that are no core dependency, and the extra of rolloutbus that brings each."""
