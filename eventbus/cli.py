@@ -6,7 +6,7 @@ Its exit code is
 
 - 0 after the run;
 - 1 when the run failed: with the traceback at the root of it, from where it leaves rolloutbus, or with one line when
-  the prompts or the rounds are at fault;
+  the prompts, the rounds or the log are at fault;
 - 2 when the command line or the file has a mistake, which is told in one line;
 - 130 after Ctrl-C, which shuts the run down cleanly; a second Ctrl-C does not wait for that. SIGTERM and SIGHUP do the
   same, with 143 and 129. When nobody reads the output any more (`| head`), the run ends as cleanly, with 141.
@@ -36,6 +36,7 @@ from eventbus.batching import RolloutExhausted
 from eventbus.config import ConfigError, RunPlan, load_plan
 from eventbus.doctor import doctor
 from eventbus.imports import LoadError, load_object
+from eventbus.log import LogError
 from eventbus.log.inspect.commands import app as log
 from eventbus.replay.commands import replay
 from eventbus.report import Report
@@ -268,7 +269,8 @@ def _print_error(error: BaseException) -> None:
     """The traceback at the root. Of many failures in one group the first, then what the group says of them all."""
     group = error if isinstance(error, BaseExceptionGroup) else error.__cause__
     if not isinstance(group, BaseExceptionGroup):
-        if isinstance(error, RolloutExhausted) or (isinstance(error, OSError | ValueError) and _is_of_prompts(error)):
+        of_prompts = isinstance(error, OSError | ValueError) and _is_of_prompts(error)
+        if of_prompts or isinstance(error, RolloutExhausted | LogError):
             print(error, file=sys.stderr)  # it says what to do, and no line of a program is at fault
         else:
             _print_traceback(error)

@@ -360,3 +360,12 @@ def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) ->
     assert ended.value.code != 0
     printed = capsys.readouterr()
     assert "--rollouts" in printed.out + printed.err
+
+
+def test_a_log_that_is_there_is_not_replaced_unasked(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--set", "log.path=run.mcap") == 0
+    capsys.readouterr()
+    assert run("--set", "log.path=run.mcap") == 1
+    told = capsys.readouterr().err
+    assert told == f"{project}/run.mcap: the file exists; choose another path, or say overwrite to replace it\n"
+    assert run("--set", "log.path=run.mcap", "--set", "log.overwrite=true") == 0

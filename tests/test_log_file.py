@@ -469,7 +469,7 @@ def test_a_closed_reader(path: Path) -> None:
 
 def test_an_existing_file_is_not_overwritten(path: Path) -> None:
     path.write_text("precious")
-    with pytest.raises(LogError, match=r"run\.mcap: the file exists; choose another path, or overwrite=True"):
+    with pytest.raises(LogError, match=r"run\.mcap: the file exists; choose another path, or say overwrite"):
         LogWriter(path)
     assert path.read_text() == "precious"
     written(path, ENTRIES)  # with overwrite=True

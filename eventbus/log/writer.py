@@ -460,7 +460,7 @@ def create(path: Path, overwrite: bool) -> int:
     except FileExistsError as error:
         if path.is_dir():
             raise LogError(f"{path}: a folder; give the path of a file in it") from error
-        raise LogError(f"{path}: the file exists; choose another path, or overwrite=True to replace it") from error
+        raise LogError(f"{path}: the file exists; choose another path, or say overwrite to replace it") from error
     except OSError as error:
         raise LogError(f"{path}: the log cannot be created: {_reason(error)}") from error
 

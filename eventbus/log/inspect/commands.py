@@ -441,7 +441,7 @@ def import_(*paths: Path) -> None:
 
 
 @app.command(name="recover")
-def recover_(source: Path, target: Path, /) -> None:
+def recover_(source: Path, target: Path, /, *, overwrite: Annotated[bool, Flag] = False) -> None:
     """A finished log out of one that was cut off or damaged: everything that can be read of it.
 
     Example:
@@ -450,9 +450,10 @@ def recover_(source: Path, target: Path, /) -> None:
 
     :param source: the log; it stays as it is.
     :param target: the log to write.
+    :param overwrite: replace a target that is there.
     """
     with _mistakes():
-        report = recover(source, target)
+        report = recover(source, target, overwrite=overwrite)
         _print([*(Text(str(part), style="yellow") for part in report.damage), Text(f"{target}: {report}")])
 
 
