@@ -433,4 +433,5 @@ def test_the_step_is_what_the_formula_says(samples: list[Sample], by: Aggregatio
         else:
             siblings = sum(other.rollout_id == sample.rollout_id for other, _ in counted)
             total += loss / siblings / len({s.rollout_id for s in samples})
-    assert trained(samples, ParallelLayout(), "ppo", by, False, max_tokens_per_gpu=1000)[0] == pytest.approx(total)
+    loss, *_ = trained(samples, ParallelLayout(), "ppo", by, False, max_tokens_per_gpu=1000)
+    assert loss == pytest.approx(total, rel=1e-5, abs=1e-6)  # columns are float32
