@@ -14,11 +14,37 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import hooks, import_time, in_flight, lag, log, long_tail, memory, pipeline, replay, wire
+from benchmarks import (
+    hooks,
+    import_time,
+    in_flight,
+    lag,
+    log,
+    long_tail,
+    megatron,
+    memory,
+    pipeline,
+    replay,
+    sglang,
+    stateless_adam,
+    wire,
+)
 from benchmarks.measure import Row
 
 Name: TypeAlias = Literal[
-    "hooks", "pipeline", "in-flight", "wire", "log", "lag", "import", "long-tail", "memory", "replay"
+    "hooks",
+    "pipeline",
+    "in-flight",
+    "wire",
+    "log",
+    "lag",
+    "import",
+    "long-tail",
+    "megatron",
+    "memory",
+    "replay",
+    "sglang",
+    "stateless-adam",
 ]
 
 app = App(name="python -m benchmarks", help="Measure, and compare with the bounds.", version_flags=[])
@@ -47,11 +73,14 @@ PARTS: dict[Name, Callable[[], list[Row]]] = {
     "lag": lag.rows,
     "import": _import_time,
     "long-tail": long_tail.rows,
+    "megatron": megatron.rows,
     "memory": memory.rows,
     "replay": replay.rows,
+    "sglang": sglang.rows,
+    "stateless-adam": stateless_adam.rows,
 }
 assert set(PARTS) == set(get_args(Name))
-LONG = ("memory", "replay")
+LONG = ("memory", "replay", "sglang")
 
 
 @app.default

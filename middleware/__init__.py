@@ -16,6 +16,7 @@ from middleware.progress import Progress
 from middleware.recorder import Recorder
 from middleware.rewards import MathAnswer, RemoteReward, exact_match
 from middleware.stages import batch_stage, group_stage, sample_stage
+from middleware.tokenize import Tokenize
 from middleware.wrappers import in_thread, limit, retry, timeout
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Progress",
     "Recorder",
     "RemoteReward",
+    "Tokenize",
     "accuracy_band",
     "apply_sample_hooks",
     "batch_stage",

@@ -14,7 +14,10 @@ MAY_IMPORT = {
     "middleware": {"eventbus", "middleware"},
     "backends": {"eventbus", "middleware", "backends"},
 }
-HEAVY = ("torch", "numpy", "httpx", "sglang", "megatron", "matplotlib", "plotext", "rich", "cyclopts", "trio", "pytest")
+HEAVY = (
+    "torch", "numpy", "httpx", "aiohttp", "transformers", "sglang", "megatron", "matplotlib", "plotext", "mcap", "rich",
+    "cyclopts", "trio", "pytest",
+)  # fmt: skip
 
 
 def _modules() -> list[Path]:

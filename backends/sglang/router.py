@@ -1,0 +1,644 @@
+"""`SGLangRouter`: the process that spreads requests over SGLang servers, started here or found running.
+
+    SGLangRouter("http://10.0.0.5:30000")                                         one that runs already
+    SGLangRouter(workers=["http://10.0.0.6:30000", "http://10.0.0.7:30000"])      one of our own
+
+What this module keeps true:
+
+- a router of our own lives as long as the outermost `async with`: it ends with it, however that is left, and with this
+  process, however that dies (Linux);
+- what it writes goes to the log `rolloutbus.sglang`, and its last lines are in the error when it ends unasked;
+- it takes requests of one kind only, and loses parts of those: `lost_by_router` and `WORKERS_ONLY` say what, as
+  observed with version `ROUTER_VERSION`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar, get_args
+from urllib.parse import urlsplit
+
+import anyio
+import msgspec
+
+from eventbus.imports import optional_dependency
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["ROUTER_VERSION", "WORKERS_ONLY", "CircuitBreaker", "RouterError", "SGLangRouter", "lost_by_router"]
+
+logger = logging.getLogger("rolloutbus.sglang")
+
+Policy: TypeAlias = Literal["cache_aware", "round_robin", "random", "power_of_two", "manual", "consistent_hashing"]
+LogLevel: TypeAlias = Literal["debug", "info", "warn", "error"]
+_T = TypeVar("_T")
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+ROUTER_VERSION: Final = "0.3.2"
+"""Of sglang-router: what this module says of routers was observed with it."""
+
+WORKERS_ONLY: Final = frozenset(
+    "/abort_request /pause_generation /continue_generation /update_weights_from_disk /update_weights_from_distributed "  # noqa: SIM905
+    "/update_weights_from_tensor /update_weights_from_ipc /init_weights_update_group /destroy_weights_update_group "
+    "/begin_weight_update /end_weight_update /update_weight_version /get_weights_by_name /weights_checker "
+    "/release_memory_occupation /resume_memory_occupation /model_info /server_info /ready /ping /v1/loads /encode "
+    "/open_session /close_session /start_profile".split()
+)
+"""Paths that a router answers with 404: ask each of `SGLangRouter.workers()`. `/flush_cache` it passes to all."""
+
+_PASSED: Final = frozenset(
+    "rid text input_ids input_embeds sampling_params return_logprob logprob_start_len top_logprobs_num "  # noqa: SIM905
+    "token_ids_logprob return_text_in_logprobs stream return_hidden_states session_params lora_path lora_id "
+    "custom_logit_processor data_parallel_rank priority extra_key return_entropy log_metrics no_logs custom_labels "
+    "image_data video_data audio_data modalities model bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key "
+    "background conversation_id return_bytes".split()
+)
+_PASSED_SAMPLING: Final = frozenset(
+    "max_new_tokens stop stop_token_ids temperature top_p top_k min_p frequency_penalty presence_penalty "  # noqa: SIM905
+    "repetition_penalty min_new_tokens n json_schema regex ebnf ignore_eos skip_special_tokens no_stop_trim "
+    "sampling_seed".split()
+)
+
+_PATIENCE: Final = 10.0
+"""Seconds that the router may take to answer a request that no worker has to answer."""
+
+_GRACE: Final = 5
+"""Seconds from TERM to KILL. Nobody waits for what is still in flight then."""
+
+_LAST_LINES: Final = 20
+_SHOWN: Final = 1000
+"""Characters of a line in an error."""
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def lost_by_router(request: Mapping[str, Any]) -> list[str]:
+    """Which fields of a `/generate` request would not arrive: the router builds it anew from those that it knows.
+
+    Names such as "return_routed_experts" and "sampling_params.stop_regex"; empty when the request passes whole. What
+    the router does not know it drops without a word, so every field that was not seen to pass counts as lost. A list of
+    texts, rids or sampling parameters is not lost but refused (422). Fractions pass in single precision.
+    """
+    lost = [name for name in request if name not in _PASSED]
+    sampling = request.get("sampling_params") or {}
+    return lost + [f"sampling_params.{name}" for name in sampling if name not in _PASSED_SAMPLING]
+
+
+class RouterError(ConnectionError):
+    """A router cannot be started, is not reached, refuses something, or has ended."""
+
+
+class CircuitBreaker(msgspec.Struct, frozen=True):
+    """When the router stops sending to a worker for a while."""
+
+    failures: _Positive = 5
+    """Failed requests in a row."""
+    seconds: _Positive = 10
+    """Until it is tried again."""
+
+
+class SGLangRouter:
+    """An sglang-router: give the `url` of one that runs, or the `workers` of one to be started.
+
+    Open it with `async with`, where it waits until every worker is registered and healthy; it may be opened again
+    inside. asyncio only. Needs `rolloutbus[sglang]`; to start one, also the package `sglang-router` in the environment
+    of `python`.
+
+    :param workers: addresses of SGLang servers, `http://host:port`; an empty list where they are added later.
+    :param policy: how the worker of a request is chosen. "cache_aware": the one in which most of the prompt is cached,
+        or the least busy where the load is uneven. "manual": requests with the same header `X-SMG-Routing-Key` go to
+        the same worker, and only the keys of a worker that is removed move; requests without it at random.
+        "consistent_hashing" does the same, but moves most keys when a worker is removed.
+    :param port: None takes one that is free now.
+    :param host: the address to listen at; "0.0.0.0" where others than this machine ask it.
+    :param log_level: what of its log comes to `rolloutbus.sglang`.
+    :param request_timeout: seconds for one request.
+    :param retries: further attempts of the router itself, perhaps on the same worker again. Nobody sees them; those of
+        `SGLangEngine` are counted.
+    :param circuit_breaker: False for none. Without it, or before it opens, a dead worker gets requests, which fail
+        with 500, until `health_interval` has shown that it is dead.
+    :param health_interval: seconds between two looks at a worker; two bad ones in a row take it out of use, a good one
+        brings it back. It is `/model_info` that is looked at: `/health` generates a token, and while the server is
+        paused for new weights it cannot.
+    :param start_timeout: seconds until every worker is healthy; also for `add` and `remove`.
+    :param options: any other field of sglang-router's `RouterArgs`, as in `{"cache_threshold": 0.5}`. With `dp_aware`,
+        version 0.3.2 cannot remove a worker.
+    :param python: interpreter of the environment that has sglang-router.
+    :raises TypeError: neither or both of `url` and `workers` are given, or `url` with what only concerns a router that
+        is started.
+    :raises ValueError: an address, a number or a name is none that fits.
+    :raises LoadError: aiohttp is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        workers: Sequence[str] | None = None,
+        policy: Policy = "cache_aware",
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        log_level: LogLevel = "warn",
+        request_timeout: int = 1800,
+        retries: int = 0,
+        circuit_breaker: CircuitBreaker | bool = True,
+        health_interval: int = 10,
+        start_timeout: float = 600.0,
+        options: Mapping[str, Any] = _NONE,
+        python: str = sys.executable,
+    ) -> None:
+        given = _changed(SGLangRouter.__init__, locals())
+        if url is None and workers is None:
+            raise TypeError("SGLangRouter: give the url of a router that runs, or the workers of one to be started")
+        if url is not None and (misplaced := sorted(given - {"start_timeout"})):
+            raise TypeError(f"SGLangRouter: the router {url} runs already: {', '.join(misplaced)} cannot be set here")
+        for name, value, least in (
+            ("port", 1 if port is None else port, 1),
+            ("request_timeout", request_timeout, 1),
+            ("retries", retries, 0),
+            ("health_interval", health_interval, 1),
+        ):
+            if type(value) is not int or value < least:
+                raise ValueError(f"SGLangRouter: {name} is {value!r}, it must be a whole number, at least {least}")
+        if port is not None and port > 65535:
+            raise ValueError(f"SGLangRouter: port is {port}, it must be at most 65535")
+        if not start_timeout > 0:
+            raise ValueError(f"SGLangRouter: start_timeout is {start_timeout}, it must be more than 0")
+        for name, text, known in (
+            ("policy", policy, get_args(Policy)),
+            ("log_level", log_level, get_args(LogLevel)),
+        ):
+            if text not in known:
+                raise ValueError(f"SGLangRouter: {name} is {text!r}, it must be one of {', '.join(known)}")
+        try:
+            ip_address(host)
+        except ValueError:
+            raise ValueError(f"SGLangRouter: host is {host!r}, it must be an IP address of this machine") from None
+        self._workers = [] if workers is None else [_address(worker) for worker in workers]
+        if twice := sorted({worker for worker in self._workers if self._workers.count(worker) > 1}):
+            raise ValueError(f"SGLangRouter: the worker {twice[0]} is named twice")
+        self._host = host
+        self._attached = url is not None
+        self._port = port or (_bind(host, 0) if url is None else 0)
+        self.url = _url_of(host, self._port) if url is None else _address(url)
+        """Where it is asked; a router that is started answers there once it is open."""
+        self._python = python
+        self._start_timeout = start_timeout
+        self._options = {
+            "policy": policy,
+            "log_level": log_level,
+            "request_timeout_secs": request_timeout,
+            "retry_max_retries": retries + 1,  # the router counts attempts
+            "health_check_interval_secs": health_interval,
+            "health_check_endpoint": "/model_info",
+            "health_failure_threshold": 2,
+            "health_success_threshold": 1,
+            "worker_startup_timeout_secs": math.ceil(start_timeout),
+            "worker_startup_check_interval": 5,  # it also asks each worker for its load as often
+            "shutdown_grace_period_secs": _GRACE - 1,
+        }
+        if circuit_breaker:
+            breaker = circuit_breaker if isinstance(circuit_breaker, CircuitBreaker) else CircuitBreaker()
+            self._options |= {
+                "cb_failure_threshold": breaker.failures,
+                "cb_timeout_duration_secs": breaker.seconds,
+                "cb_success_threshold": 1,
+            }
+        else:
+            self._options["disable_circuit_breaker"] = True
+        own = {"policy", "log_level", "host", "port", "worker_urls"}
+        if clash := sorted(own & options.keys()):
+            raise ValueError(f"SGLangRouter: options holds {clash[0]}, which has a parameter of its own")
+        self._options |= options
+        with optional_dependency():
+            import aiohttp  # noqa: F401
+        self._users = 0
+        self._opening = asyncio.Lock()
+        self._child: _Child | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        """:raises RouterError: it does not start, ends, is not reached, or its workers are not ready in time."""
+        async with self._opening:
+            if self._users == 0:
+                try:
+                    await self._open()
+                except BaseException:
+                    await self._close()
+                    raise
+            self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        async with self._opening:
+            self._users -= 1
+            if self._users == 0:
+                await self._close()
+
+    async def check(self) -> None:
+        """:raises RouterError: the router that was started has ended; says how, with its last lines."""
+        if self._child is not None and self._child.ended.is_set():
+            raise await self._child.error()
+
+    async def workers(self) -> list[str]:
+        """Addresses of the workers that get requests, sorted: those that are registered and healthy.
+
+        :raises RouterError: the router has ended or is not reached.
+        """
+        return sorted(await self._healthy())
+
+    async def add(self, url: str) -> None:
+        """Register a worker; done when it gets requests. Nothing happens when it does already.
+
+        When this gives up, the router may still try for a while, and take the worker if it answers then.
+
+        :raises ValueError: `url` is no address of a server.
+        :raises RouterError: the worker did not become healthy in time, or the router refused it, has ended or is not
+            reached.
+        """
+        url = _address(url)
+        job = None
+        if all(worker.address != url for worker in await self._list()):
+            job = _decode(_Accepted, await self._ask("POST", "/workers", {"url": url}, expected=202)).worker_id
+
+        async def registered() -> bool:
+            if url in await self._healthy():
+                return True
+            if job is None:  # it was registered before, and rests until it is healthy again
+                return False
+            data = await self._ask("GET", f"/workers/{job}", or_gone=True)
+            if data and (failure := _decode(_Worker, data).failure("AddWorker")):
+                raise RouterError(f"the router {self.url} did not take the worker {url}: {failure}")
+            return False
+
+        if not await self._until(registered):
+            raise RouterError(
+                f"the router {self.url} did not find the worker {url} healthy within {self._start_timeout:g} s"
+            )
+
+    async def remove(self, url: str) -> None:
+        """Take a worker out; done when it gets no more requests. Those that it has it may finish.
+
+        :raises ValueError: `url` is not registered.
+        :raises RouterError: the router refused, has ended or is not reached.
+        """
+        url = _address(url)
+        workers = await self._list()
+        for worker in (found := [worker for worker in workers if worker.address == url]):
+            await self._ask("DELETE", f"/workers/{worker.id}", expected=202, or_gone=True)
+        if not found:
+            there = ", ".join(sorted({worker.address for worker in workers})) or "none"
+            raise ValueError(f"the router {self.url} has no worker {url}; it has {there}")
+
+        async def gone() -> bool:
+            for worker in found:
+                if data := await self._ask("GET", f"/workers/{worker.id}", or_gone=True):
+                    if failure := _decode(_Worker, data).failure("RemoveWorker"):
+                        raise RouterError(f"the router {self.url} did not let go of the worker {url}: {failure}")
+                    return False
+            return True
+
+        if not await self._until(gone):
+            raise RouterError(f"the router {self.url} did not let go of the worker {url} in {self._start_timeout:g} s")
+
+    # Its life
+
+    async def _open(self) -> None:
+        import aiohttp
+
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PATIENCE))
+        if self._attached:
+            await self._list()
+            return
+        _check_free(self._host, self._port)
+        listen = {"host": self._host, "port": self._port, "worker_urls": self._workers}
+        self._child = await _Child.start(self._python, self._options | listen)
+        await self._until_ready()
+        self._child.serving = True
+
+    async def _until_ready(self) -> None:
+        missing: set[str] | None = None
+
+        async def ready() -> bool:
+            nonlocal missing
+            try:
+                missing = set(self._workers) - await self._healthy()
+            except _NotReached:
+                await self.check()
+                return False
+            return not missing
+
+        if not await self._until(ready):
+            what = f"does not answer at {self.url}" if missing is None else f"has no answer from {_join(missing)}"
+            raise RouterError(f"the router {what} after {self._start_timeout:g} s{self._child_lines()}")
+
+    async def _close(self) -> None:
+        session, self._session = self._session, None
+        child, self._child = self._child, None
+        try:
+            if session is not None:
+                with anyio.CancelScope(shield=True):
+                    await session.close()
+        finally:
+            if child is not None:
+                await child.stop()
+
+    def _child_lines(self) -> str:
+        return "" if self._child is None else self._child.last_lines()
+
+    async def _until(self, condition: Callable[[], Awaitable[bool]]) -> bool:
+        """Whether it became true within `start_timeout`. Asked again and again: the router tells nobody."""
+        pause = 0.02
+        with anyio.move_on_after(self._start_timeout):
+            while not await condition():
+                with anyio.move_on_after(pause):
+                    await (self._child.ended.wait() if self._child is not None else anyio.sleep_forever())
+                pause = min(1.5 * pause, 0.5)
+            return True
+        return False
+
+    # What it is asked
+
+    async def _list(self) -> list[_Worker]:
+        return _decode(_Listing, await self._ask("GET", "/workers")).workers
+
+    async def _healthy(self) -> set[str]:
+        return {worker.address for worker in await self._list() if worker.is_healthy}
+
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, expected: int = 200, or_gone: bool = False
+    ) -> bytes:
+        """The only place that knows the HTTP library.
+
+        :param or_gone: 404 is fine, too; the answer is empty then.
+        :raises RouterError: another status than `expected`, no answer, or the router has ended.
+        """
+        import aiohttp
+
+        if self._session is None:
+            raise RouterError("SGLangRouter: not open: use `async with`")
+        await self.check()
+        try:
+            async with self._session.request(method, self.url + path, json=body) as response:
+                status, data = response.status, await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if self._child is not None and self._child.serving:
+                with anyio.move_on_after(1):  # if it was killed, that is about to be known
+                    await self._child.ended.wait()
+                await self.check()
+            how = f"no answer within {_PATIENCE:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise _NotReached(f"{method} {self.url + path}: {how}{self._child_lines()}") from error
+        if status == 404 and path == "/workers":
+            raise RouterError(f"{self.url} answers 404 to {method} /workers: it is no sglang-router")
+        if status == 404 and or_gone:
+            return b""
+        if status != expected:
+            words = data.decode(errors="replace")[:500]
+            raise RouterError(f"{method} {self.url + path}: {status} {words}")
+        return data
+
+
+class _NotReached(RouterError):
+    pass
+
+
+class _Job(msgspec.Struct):
+    job_type: str
+    status: str
+    message: str | None = None
+
+
+class _Worker(msgspec.Struct):
+    id: str
+    url: str
+    is_healthy: bool
+    job_status: _Job | None = None
+
+    @property
+    def address(self) -> str:
+        return re.sub(r"@\d+$", "", self.url)  # with dp_aware, each rank is a worker
+
+    def failure(self, of: str) -> str | None:
+        """Why the job of this kind failed, if it did."""
+        job = self.job_status
+        return job.message or "failed" if job is not None and (job.job_type, job.status) == (of, "failed") else None
+
+
+class _Listing(msgspec.Struct):
+    workers: list[_Worker]
+
+
+class _Accepted(msgspec.Struct):
+    worker_id: str
+
+
+# The process
+
+_LAUNCH: Final = r"""
+import sys
+if sys.path[0] == "":
+    del sys.path[0]  # the working folder, which may hold a module of any name
+import ctypes, dataclasses, difflib, json, os, signal
+ask = json.load(sys.stdin)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the thread that started this
+    if os.getppid() != ask["parent"]:
+        sys.exit("rolloutbus: the process that started the router has ended")
+try:
+    from importlib.metadata import version
+    from sglang_router.launch_router import launch_router
+    from sglang_router.router_args import RouterArgs
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "sglang_router":
+        raise
+    sys.exit(f"rolloutbus: sglang-router is not installed for {sys.executable}: {sys.executable} -m pip install "
+             "sglang-router, or name another interpreter by python=")
+version = version("sglang-router")
+print("rolloutbus-version", version, flush=True)
+arguments = ask["arguments"]
+known = [field.name for field in dataclasses.fields(RouterArgs)]
+for name in arguments:
+    if name not in known:
+        near = "".join(f"; did you mean {near!r}?" for near in difflib.get_close_matches(name, known, 1))
+        sys.exit(f"rolloutbus: sglang-router {version} has no option {name!r}{near}")
+try:
+    launch_router(RouterArgs(**arguments))
+except KeyError as error:
+    if error.args == (arguments["policy"],):
+        sys.exit(f"rolloutbus: sglang-router {version} has no policy {arguments['policy']!r}")
+    raise
+"""
+"""Run by the interpreter that has sglang-router. Its command line knows fewer policies, and has no way to do without
+the port for Prometheus."""
+
+_ANSI: Final = re.compile(r"\x1b\[[0-9;]*m")
+_LEVELED: Final = re.compile(r"[-\d]+ [:.\d]+\s+(TRACE|DEBUG|INFO|WARN|ERROR) +(.*)")
+_SOURCE: Final = re.compile(r" \S+\.rs:\d+:")
+_LEVELS: Final = {"TRACE": 10, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERROR": 40}
+_LONGEST_LINE: Final = 1 << 16
+
+
+class _Child:
+    """The running router. Made by `start`; whoever makes one calls `stop`."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.ended = asyncio.Event()
+        self.serving = False
+        """Whether its end is news: before, whoever starts it hears of it."""
+        self._lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._refusal = ""
+        self._stopping = False
+        self._reading = asyncio.create_task(self._read())
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(cls, python: str, arguments: Mapping[str, Any]) -> Self:
+        try:
+            # A session of its own: Ctrl-C in the terminal is for the program, which then ends the router.
+            process = await asyncio.create_subprocess_exec(
+                python, "-c", _LAUNCH, stdin=PIPE, stdout=PIPE, stderr=STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            raise RouterError(f"the router cannot be started: python is {python!r}: {error.strerror}") from error
+        assert process.stdin is not None
+        # By its input: the command line of a process can be read by everybody, and there may be keys in the options.
+        process.stdin.write(json.dumps({"parent": os.getpid(), "arguments": dict(arguments)}).encode())
+        process.stdin.close()
+        return cls(process)
+
+    async def error(self) -> RouterError:
+        """What it ended of, after it has."""
+        with anyio.move_on_after(1):  # until the last lines are read; another process may hold the pipe open
+            await asyncio.wait([self._reading])
+        if self._refusal:
+            return RouterError(self._refusal)
+        code = self.process.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        text = self.last_lines()
+        return RouterError(f"the router {how}{text}")
+
+    def last_lines(self) -> str:
+        return "; the last lines that it wrote:\n  " + "\n  ".join(self._lines) if self._lines else ""
+
+    async def stop(self) -> None:
+        """TERM, and KILL after `_GRACE` seconds, or at once when this is cancelled."""
+        self._stopping = True
+        try:
+            if self.process.returncode is None:
+                with suppress(ProcessLookupError):
+                    self.process.terminate()
+                with anyio.move_on_after(_GRACE):
+                    await self.ended.wait()
+        finally:
+            if self.process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            with anyio.CancelScope(shield=True):
+                await self._watching
+                with anyio.move_on_after(1):
+                    await asyncio.wait([self._reading])
+                self._reading.cancel()  # another process holds the pipe open
+
+    async def _watch(self) -> None:
+        await self.process.wait()
+        self.ended.set()
+        if self.serving and not self._stopping:
+            logger.error("%s", await self.error())
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        rest, level = b"", logging.WARNING
+        while chunk := await self.process.stdout.read(_LONGEST_LINE):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                level = self._line(_ANSI.sub("", line.decode(errors="replace")).rstrip(), level)
+        if rest:
+            self._line(_ANSI.sub("", rest.decode(errors="replace")), level)
+
+    def _line(self, line: str, level: int) -> int:
+        """Take a line; lines without a level have that of the line before."""
+        word, _, rest = line.partition(" ")
+        if word == "rolloutbus:":
+            self._refusal = rest
+        elif word == "rolloutbus-version":
+            if rest != ROUTER_VERSION:
+                logger.warning(
+                    "sglang-router is %s; what a router does to requests was observed with %s", rest, ROUTER_VERSION
+                )
+        elif line:
+            if match := _LEVELED.match(line):
+                level, line = _LEVELS[match[1]], _SOURCE.sub("", match[2], count=1)
+            self._lines.append(line[:_SHOWN])
+            logger.log(level, "router: %s", line)
+        return level
+
+
+# Arguments
+
+
+def _changed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> set[str]:
+    """Keyword parameters whose argument is not the default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and arguments[p.name] != p.default}
+
+
+def _address(url: str) -> str:
+    """:raises ValueError: it is not `http://host:port` or `https://...`"""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is no address of a server, such as http://127.0.0.1:30000")
+    return url.rstrip("/")  # to the router, with and without are two workers
+
+
+def _url_of(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bind(host: str, port: int) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        return int(listener.getsockname()[1])
+
+
+def _check_free(host: str, port: int) -> None:
+    """Before the start: whatever has the port could answer in the router's place."""
+    try:
+        _bind(host, port)
+    except OSError as error:
+        advice = "; choose another, or leave it out for a free one"
+        raise RouterError(f"the router cannot listen at {host}, port {port}: {error.strerror}{advice}") from error
+
+
+def _join(names: set[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _decode(kind: type[_T], data: bytes) -> _T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        words = data.decode(errors="replace")[:500]
+        raise RouterError(f"the router's answer is not understood: {error}: {words}") from error

@@ -1,0 +1,1004 @@
+"""The engine against a scripted worker, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import pytest_asyncio
+
+from backends.sglang import RequestRefused, SGLangEngine, SGLangRouter, WorkersUnavailable
+from backends.sglang.request import sibling_seed
+from backends.sglang.router import lost_by_router
+from eventbus import (
+    Batch,
+    BatchSpec,
+    Completion,
+    JsonlPrompts,
+    LogReader,
+    Pipeline,
+    Prompts,
+    Sample,
+    SampleStatus,
+    TrainResult,
+    WeightSpan,
+)
+from eventbus.config import load_plan
+from eventbus.testing import run_stage
+from middleware import (
+    DynamicFilter,
+    Generate,
+    GroupAdvantage,
+    Recorder,
+    Tokenize,
+    limit,
+    reward_nonzero_std,
+    timeout,
+)
+from tests.sglang_fake import (
+    CutShort,
+    Edit,
+    FakeRouter,
+    FakeWorker,
+    LoseReply,
+    Reset,
+    Status,
+    expected,
+    log_prob,
+    text_of,
+)
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = [5, 6, 7]
+LENGTH = 8
+SAMPLING = {"max_new_tokens": LENGTH, "ignore_eos": True}
+ANSWER = expected(PROMPT, LENGTH)
+BOTH = pytest.mark.parametrize("stream", [False, True])
+
+
+@pytest_asyncio.fixture
+async def worker() -> AsyncIterator[FakeWorker]:
+    async with FakeWorker() as fake:
+        yield fake
+
+
+@pytest_asyncio.fixture
+async def two() -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
+    async with FakeWorker() as first, FakeWorker() as second:
+        yield first, second
+
+
+def engine_of(*workers: FakeWorker, **options: Any) -> SGLangEngine:
+    return SGLangEngine(urls=[worker.url for worker in workers], **{"backoff": 1e-4, "vocabulary": 512, **options})
+
+
+def sample_of(**fields: Any) -> Sample:
+    return Sample(**{"index": 3, "group_index": 0, "rollout_id": 3, "tokens": PROMPT, **fields})
+
+
+def check(completion: Completion, answer: list[int] = ANSWER) -> None:
+    assert completion.tokens == answer
+    assert completion.log_probs == [log_prob(token) for token in answer]
+    assert completion.text == text_of(answer)
+    assert completion.status is SampleStatus.TRUNCATED
+
+
+async def started(worker: FakeWorker, tokens: int = 0, requests: int = 1) -> None:
+    await worker.until(
+        lambda: len(worker.running) == requests and all(len(r.tokens) >= tokens for r in worker.running.values())
+    )
+
+
+def more_tokens(count: int) -> dict[str, Any]:
+    """meta_info of a longer response than was asked for."""
+    entries = [[-1.0, 9, None]] * count
+    counts = {"completion_tokens": count, "output_token_logprobs_length": count}
+    return {"output_token_logprobs": entries, "weight_versions": None, **counts}
+
+
+# What is asked and answered
+
+
+@BOTH
+async def test_generates(worker: FakeWorker, stream: bool) -> None:
+    async with engine_of(worker, stream=stream) as engine:
+        completion = await engine.generate(sample_of(), SAMPLING)
+    check(completion)
+    assert completion.weight_versions == [WeightSpan("default", 0, LENGTH)]
+    assert completion.meta["finish_reason"] == {"type": "length", "length": LENGTH}
+    assert completion.meta["num_retractions"] == 0
+    assert "failed_attempts" not in completion.meta
+    [body] = worker.bodies()
+    assert body["input_ids"] == PROMPT
+    assert body["sampling_params"] == SAMPLING
+    assert body["return_logprob"] is True
+
+
+@BOTH
+async def test_a_response_that_ends_by_itself_is_completed(worker: FakeWorker, stream: bool) -> None:
+    async with engine_of(worker, stream=stream) as engine:
+        completion = await engine.generate(sample_of(), {"max_new_tokens": 50, "stop_token_ids": [ANSWER[4]]})
+    assert completion.status is SampleStatus.COMPLETED
+    assert completion.tokens == ANSWER[:5]
+
+
+async def test_a_call_outside_of_async_with_opens_its_own_connections(worker: FakeWorker) -> None:
+    engine = engine_of(worker)
+    check(await engine.generate(sample_of(), SAMPLING))
+    check(await engine.generate(sample_of(), SAMPLING))
+
+
+async def test_as_a_stage_it_fills_the_sample(worker: FakeWorker) -> None:
+    async with engine_of(worker) as engine:
+        sample = await run_stage(Generate(engine, SAMPLING), sample_of(), rollout_id=7)
+    assert isinstance(sample, Sample)
+    assert sample.tokens == PROMPT + ANSWER
+    assert sample.rollout_log_probs == [log_prob(token) for token in ANSWER]
+    assert sample.response_length == LENGTH
+    assert sample.prefix_cache_info == {"cached_tokens": 0, "total_prompt_tokens": 3}
+
+
+@BOTH
+async def test_a_partial_sample_goes_on_with_the_budget_that_is_left(worker: FakeWorker, stream: bool) -> None:
+    sample = sample_of(
+        tokens=PROMPT + ANSWER[:3],
+        response=text_of(ANSWER[:3]),
+        response_length=3,
+        rollout_log_probs=[log_prob(token) for token in ANSWER[:3]],
+        weight_versions=[WeightSpan("old", 0, 3)],
+    )
+    async with engine_of(worker, stream=stream) as engine:
+        await Generate(engine, SAMPLING)(sample)
+    assert sample.tokens == PROMPT + ANSWER
+    assert sample.response == text_of(ANSWER)
+    assert sample.weight_versions == [WeightSpan("old", 0, 3), WeightSpan("default", 3, LENGTH)]
+    assert worker.bodies()[0]["sampling_params"]["max_new_tokens"] == LENGTH - 3
+
+
+async def test_each_sibling_has_a_seed_of_its_own_and_the_same_in_each_run(worker: FakeWorker) -> None:
+    async with engine_of(worker) as engine:
+        for index in (3, 4, 3):
+            await engine.generate(sample_of(index=index), SAMPLING | {"sampling_seed": 11})
+    seeds = [body["sampling_params"]["sampling_seed"] for body in worker.bodies()]
+    assert seeds[0] == seeds[2] != seeds[1]
+    assert all(0 <= seed < 1 << 31 for seed in seeds)
+
+
+async def test_a_session_stays_at_its_worker_and_names_itself_to_a_router(two: tuple[FakeWorker, FakeWorker]) -> None:
+    async with engine_of(*two) as engine:
+        for number in range(12):
+            await engine.generate(sample_of(session_id=f"s{number % 4}", rollout_id=number), SAMPLING)
+    keys = [{received.headers["X-SMG-Routing-Key"] for received in worker.received} for worker in two]
+    assert keys[0] | keys[1] == {"s0", "s1", "s2", "s3"}
+    assert not keys[0] & keys[1]
+
+
+async def test_multimodal_inputs_and_further_fields_are_sent(worker: FakeWorker) -> None:
+    async with engine_of(worker, fields={"lora_path": "a"}) as engine:
+        await engine.generate(sample_of(multimodal_inputs={"image_data": ["aGk="]}), SAMPLING)
+        with pytest.raises(ValueError, match=r"sample 3: multimodal_inputs\['image_date'\] .* mean 'image_data'"):
+            await engine.generate(sample_of(multimodal_inputs={"image_date": []}), SAMPLING)
+    [body] = worker.bodies()
+    assert body["image_data"] == ["aGk="]
+    assert body["lora_path"] == "a"
+
+
+@BOTH
+async def test_kept_ids_and_routed_experts_are_put_on_the_sample(stream: bool) -> None:
+    async with FakeWorker(routed_experts=True) as worker:
+        engine = engine_of(worker, fields={"return_sampling_mask": True}, routed_experts=(3, 2), stream=stream)
+        sample = sample_of()
+        async with engine:
+            completion = await engine.generate(sample, SAMPLING)
+    assert sample.rollout_routed_experts.shape == (3 + LENGTH - 1, 3, 2)
+    offsets, ids = sample.rollout_top_p_token_offsets, sample.rollout_top_p_token_ids
+    assert len(offsets) == LENGTH + 1
+    assert offsets[-1] == len(ids)
+    assert [ids[offset] for offset in offsets[:-1]] == ANSWER
+    assert sample.metadata["sampling_log_probs"] == [log_prob(token) / 2 for token in ANSWER]
+    assert completion.log_probs == [log_prob(token) for token in ANSWER]
+
+
+async def test_kept_ids_of_a_partial_sample_are_continued(worker: FakeWorker) -> None:
+    async with engine_of(worker, fields={"return_sampling_mask": True}) as engine:
+        whole, part = sample_of(), sample_of()
+        await Generate(engine, SAMPLING)(whole)
+        await Generate(engine, SAMPLING | {"max_new_tokens": 3})(part)
+        part.status = SampleStatus.ABORTED
+        await Generate(engine, SAMPLING)(part)
+    assert part.rollout_top_p_token_ids == whole.rollout_top_p_token_ids
+    assert part.rollout_top_p_token_offsets == whole.rollout_top_p_token_offsets
+    assert part.metadata["sampling_log_probs"] == whole.metadata["sampling_log_probs"]
+    assert part.prefix_cache_info == {"cached_tokens": 0, "total_prompt_tokens": 3 + 6}
+
+
+async def test_kept_ids_of_a_broken_stream_are_continued(worker: FakeWorker) -> None:
+    whole, broken = sample_of(), sample_of()
+    async with engine_of(worker, stream=True, fields={"return_sampling_mask": True}) as engine:
+        await Generate(engine, SAMPLING)(whole)
+        worker.faults.append(Reset(after=4))
+        await Generate(engine, SAMPLING)(broken)
+    assert engine.wasted == 1
+    assert broken.rollout_top_p_token_ids == whole.rollout_top_p_token_ids
+    assert broken.rollout_top_p_token_offsets == whole.rollout_top_p_token_offsets
+    assert broken.metadata["sampling_log_probs"] == whole.metadata["sampling_log_probs"]
+
+
+async def test_what_was_asked_for_and_does_not_come_is_an_error(worker: FakeWorker) -> None:
+    def without_mask(reply: dict[str, Any]) -> dict[str, Any]:
+        del reply["meta_info"]["output_token_sampling_mask"]
+        return reply
+
+    worker.faults.append(Edit(without_mask))
+    async with engine_of(worker, attempts=1, fields={"return_sampling_mask": True}) as engine:
+        with pytest.raises(WorkersUnavailable, match="start the worker with --sampling-mask-max-tokens"):
+            await engine.generate(sample_of(), SAMPLING)
+    async with engine_of(worker, attempts=1, routed_experts=(3, 2)) as engine:
+        with pytest.raises(WorkersUnavailable, match="start the worker with --enable-return-routed-experts"):
+            await engine.generate(sample_of(), SAMPLING)
+
+
+# What is wrong before it is sent
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"max_tokens": 4}, "sample 3: unknown sampling parameter 'max_tokens'"),
+        ({"temprature": 1.0}, "did you mean 'temperature'"),
+        ({"temperature": "hot"}, r"sample 3: sampling: Expected `float \| null`, got `str` - at `\$.temperature`"),
+        ({"n": 2}, "n is 2: a sample has one response; use group_size"),
+    ],
+)
+async def test_wrong_sampling_parameters_are_not_sent(
+    worker: FakeWorker, sampling: dict[str, Any], message: str
+) -> None:
+    async with engine_of(worker) as engine:
+        with pytest.raises(ValueError, match=message):
+            await engine.generate(sample_of(), sampling)
+    assert not worker.received
+
+
+@pytest.mark.parametrize("token", [-1, 512])
+async def test_a_token_id_outside_of_the_vocabulary_is_not_sent(worker: FakeWorker, token: int) -> None:
+    async with engine_of(worker) as engine:
+        with pytest.raises(ValueError, match=f"sample 3: the token id {token} is not in the vocabulary of 512"):
+            await engine.generate(sample_of(tokens=[5, token]), SAMPLING)
+    assert not worker.received
+
+
+async def test_the_vocabulary_is_read_from_the_workers_model_where_that_is_here(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    async with FakeWorker(str(tmp_path)) as worker, engine_of(worker, vocabulary=None) as engine:
+        samples = [sample_of(rollout_id=n, tokens=[300]) for n in range(3)]
+        calls = [engine.generate(sample, SAMPLING) for sample in samples]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert "the token id 300 is not in the vocabulary of 300" in str(error)
+        assert worker.paths() == ["/model_info"]
+
+
+async def test_a_sample_without_tokens_says_to_add_tokenize(worker: FakeWorker) -> None:
+    async with engine_of(worker) as engine:
+        with pytest.raises(ValueError, match=r"sample 3: it has no tokens: put the stage Tokenize\(name\)"):
+            await engine.generate(sample_of(tokens=[]), SAMPLING)
+        with pytest.raises(ValueError, match=r"tokenizer 'fake-model' is not readable here: .* Tokenize\(name\)"):
+            await Generate(engine, SAMPLING)(Sample(prompt="2+2="))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give one of url, urls=.* and router="),
+        ({"url": "http://a", "urls": ["http://b"]}, "give one of"),
+        ({"url": "localhost:30000"}, "'localhost:30000' is no address"),
+        ({"url": "http://a", "attempts": 0}, "attempts is 0, it must be at least 1"),
+        ({"url": "http://a", "timeout": 0}, "timeout is 0, it must be more than 0"),
+        ({"url": "http://a", "backoff": 0}, "backoff is 0, it must be more than 0"),
+        ({"url": "http://a", "fields": {"rid": "x"}}, "'rid' is no field to set"),
+        ({"url": "http://a", "fields": {"lora_pth": "x"}}, "did you mean 'lora_path'"),
+    ],
+)
+async def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SGLangEngine(**options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_says_that_it_runs_on_asyncio() -> None:
+    async def main() -> None:
+        await SGLangEngine("http://127.0.0.1:1").generate(sample_of(), SAMPLING)
+
+    with pytest.raises(RuntimeError, match="SGLangEngine runs on asyncio"):
+        anyio.run(main, backend="trio")
+
+
+async def test_a_configuration_names_it(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        """
+        [prompts]
+        path = "train.jsonl"
+        group_size = 1
+        [engine]
+        use = "backends.sglang:SGLangEngine"
+        urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+        fields = { lora_path = "a" }
+        timeout = 60
+        [batch]
+        groups = 1
+        [[stages]]
+        use = "middleware:Tokenize"
+        tokenizer = "Qwen/Qwen3-0.6B"
+        [[stages]]
+        use = "middleware:Generate"
+        """
+    )
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2+2="}\n')
+    generate: Any = load_plan(tmp_path / "run.toml").pipeline.stages[1].function
+    assert isinstance(generate.engine, SGLangEngine)
+    assert generate.engine.timeout == 60
+
+
+async def test_a_configuration_names_a_router(tmp_path: Path) -> None:
+    text = """
+        [prompts]
+        path = "train.jsonl"
+        group_size = 1
+        [engine]
+        use = "backends.sglang:SGLangEngine"
+        router = { use = "backends.sglang:SGLangRouter", url = "http://127.0.0.1:1" }
+        [batch]
+        groups = 1
+        [[stages]]
+        use = "middleware:Generate"
+        """
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2+2="}\n')
+    for router in ('{ use = "backends.sglang:SGLangRouter", url = "http://127.0.0.1:1" }', '"http://127.0.0.1:1"'):
+        (tmp_path / "run.toml").write_text(re.sub("router = .*", f"router = {router}", text))
+        routed: Any = load_plan(tmp_path / "run.toml").pipeline.stages[0].function
+        assert routed.engine._router.url == "http://127.0.0.1:1"
+
+
+async def test_400_is_never_retried_and_shows_the_servers_words(worker: FakeWorker) -> None:
+    async with engine_of(worker, vocabulary=None) as engine:
+        with pytest.raises(RequestRefused, match=r"sample 3: .*/generate answered 400: The input \(4097 tokens\) is"):
+            await engine.generate(sample_of(tokens=[5] * 4097), SAMPLING)
+    assert len(worker.bodies()) == 1
+
+
+async def test_a_stream_may_bring_a_refusal(worker: FakeWorker) -> None:
+    refusal = b'{"error": {"message": "no such grammar", "type": "invalid_request_error", "code": 400}}'
+    worker.faults.append(Edit(lambda reply: refusal))
+    async with engine_of(worker, stream=True) as engine:
+        with pytest.raises(RequestRefused, match=r"sample 3: .* answered 400: no such grammar"):
+            await engine.generate(sample_of(), SAMPLING)
+    assert len(worker.bodies()) == 1
+
+
+# Failures
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Status(500),
+        Status(503),
+        Status(429),
+        Reset(),
+        Reset(after=3),
+        LoseReply(),
+        CutShort(),
+        Edit(lambda reply: b"{not json"),
+        Edit(lambda reply: b'{"error": {"message": "boom", "code": 500}}'),
+        Edit(lambda reply: reply | {"meta_info": reply["meta_info"] | {"completion_tokens": 9}}),
+        Edit(lambda reply: reply | {"meta_info": reply["meta_info"] | more_tokens(LENGTH + 1)}),
+        Edit(lambda reply: reply | {"meta_info": reply["meta_info"] | {"output_token_logprobs": [[None, 4, None]]}}),
+    ],
+    ids=lambda fault: f"{type(fault).__name__}{fault[:1]}" if not isinstance(fault, Edit) else "Edit",
+)
+async def test_what_fails_once_is_asked_again_and_gives_one_reply(
+    worker: FakeWorker, fault: Any, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.faults.append(fault)
+    async with engine_of(worker, stream=stream) as engine:
+        completion = await engine.generate(sample_of(), SAMPLING)
+        check(completion)
+        assert engine.wasted == len(completion.meta["failed_attempts"]) == 1
+        assert engine.in_flight == 0
+    assert "sample 3: attempt" in caplog.text
+    assert "failed, 1 of 8 in a row" in caplog.text
+    rids = [body["rid"] for body in worker.bodies()]
+    assert len(set(rids)) == 2  # an attempt never shares its rid with another
+    assert not worker.running
+
+
+async def test_what_a_broken_stream_brought_is_kept(worker: FakeWorker) -> None:
+    worker.faults.append(Reset(after=3))
+    async with engine_of(worker, stream=True) as engine:
+        completion = await engine.generate(sample_of(), SAMPLING)
+    check(completion)
+    again = worker.bodies()[1]
+    got = again["input_ids"][3:]
+    assert got == ANSWER[: len(got)]
+    assert again["sampling_params"]["max_new_tokens"] == LENGTH - len(got)
+
+
+async def test_a_request_whose_reply_is_lost_is_aborted_before_it_is_sent_again(worker: FakeWorker) -> None:
+    worker.allow(2)
+    worker.faults.append(Reset(after=2))
+    async with engine_of(worker) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await worker.until(lambda: len(worker.bodies()) == 2)
+            worker.allow(None)
+    check(answer.result())
+    first, second = (body["rid"] for body in worker.bodies())
+    assert worker.paths() == ["/generate", "/abort_request", "/generate"]
+    assert worker.bodies("/abort_request") == [{"rid": first}]
+    assert first != second
+
+
+@BOTH
+async def test_a_slow_attempt_is_given_up_and_aborted(worker: FakeWorker, stream: bool) -> None:
+    worker.allow(2)
+    async with engine_of(worker, timeout=0.05, stream=stream) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await worker.until(lambda: worker.bodies("/abort_request"))
+            worker.allow(None)
+    check(answer.result())
+    assert "no answer within timeout=0.05 s" in answer.result().meta["failed_attempts"][0]
+    assert not worker.running
+
+
+@BOTH
+async def test_a_killed_worker_leaves_its_requests_to_the_others(
+    two: tuple[FakeWorker, FakeWorker], stream: bool
+) -> None:
+    first, second = two
+    first.allow(4)
+    second.allow(4)
+    async with engine_of(first, second, stream=stream) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(engine.generate(sample_of(rollout_id=n), SAMPLING)) for n in range(6)]
+            await started(first, 4, 3)
+            await started(second, 4, 3)
+            await first.kill()
+            second.allow(None)
+    for answer in answers:
+        check(answer.result())
+    assert engine.wasted == 3
+    assert second.finished == {"length": 6}
+
+
+async def test_a_restarted_worker_is_asked_again(worker: FakeWorker) -> None:
+    await worker.kill()
+    async with engine_of(worker, attempts=10_000) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            while engine.wasted < 3:
+                await asyncio.sleep(0)
+            await worker.start()
+    check(answer.result())
+
+
+async def test_when_all_workers_are_down_the_error_names_the_last_failure(two: tuple[FakeWorker, FakeWorker]) -> None:
+    for worker in two:
+        await worker.kill()
+    async with engine_of(*two, attempts=3) as engine:
+        with pytest.raises(WorkersUnavailable, match=r"sample 3: 3 attempts failed; the last: .*Cannot connect"):
+            await engine.generate(sample_of(), SAMPLING)
+    assert isinstance(WorkersUnavailable(), OSError)  # retry(..., on=(OSError,)) and on_error see it so
+
+
+async def test_the_next_attempt_goes_to_another_worker(two: tuple[FakeWorker, FakeWorker]) -> None:
+    first, second = two
+    first.faults.extend([Status(500)] * 8)
+    async with engine_of(*two) as engine:
+        for number in range(4):
+            check(await engine.generate(sample_of(rollout_id=number), SAMPLING))
+    assert len(second.bodies()) == 4
+
+
+async def test_attempts_that_bring_new_tokens_do_not_count_as_failures_in_a_row(worker: FakeWorker) -> None:
+    worker.faults.extend([Reset(after=2)] * 3)
+    async with engine_of(worker, stream=True, attempts=1) as engine:
+        with pytest.raises(WorkersUnavailable, match="1 attempts failed"):
+            worker.faults.appendleft(Status(500))
+            await engine.generate(sample_of(), SAMPLING)
+        worker.faults.clear()
+        worker.faults.extend([Reset(after=2)] * 3)
+    async with engine_of(worker, stream=True, attempts=2) as engine:
+        check(await engine.generate(sample_of(), SAMPLING))
+        assert engine.wasted == 3
+
+
+async def test_attempts_are_counted_in_the_context(worker: FakeWorker) -> None:
+    from eventbus import current_rollout
+
+    seen: list[int] = []
+
+    class Watched(SGLangEngine):
+        async def generate(self, sample: Sample, sampling: Any) -> Completion:
+            completion = await super().generate(sample, sampling)
+            seen.append(current_rollout().attempts)
+            return completion
+
+    worker.faults.extend([Status(500), Status(500)])
+    async with Watched(worker.url, backoff=1e-4) as engine:
+        await run_stage(Generate(engine, SAMPLING), sample_of(), rollout_id=0)
+    assert seen == [3]
+
+
+# Abort and cancellation
+
+
+@BOTH
+async def test_abort_gives_what_there_is(worker: FakeWorker, stream: bool) -> None:
+    worker.allow(3)
+    async with engine_of(worker, stream=stream) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            one, other = sample_of(), sample_of(rollout_id=4)
+            aborted = tasks.create_task(engine.generate(one, SAMPLING))
+            goes_on = tasks.create_task(engine.generate(other, SAMPLING))
+            await started(worker, 3, 2)
+            await engine.abort([one])
+            assert engine.in_flight == 1
+            worker.allow(None)
+    assert aborted.result().status is SampleStatus.ABORTED
+    assert aborted.result().tokens == ANSWER[:3]
+    assert aborted.result().weight_versions == [WeightSpan("default", 0, 3)]
+    check(goes_on.result())
+
+
+async def test_abort_of_what_is_between_two_attempts_ends_it(worker: FakeWorker) -> None:
+    await worker.kill()
+    async with engine_of(worker, backoff=1000.0) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            sample = sample_of()
+            answer = tasks.create_task(engine.generate(sample, SAMPLING))
+            while engine.wasted < 1:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await engine.abort([sample])
+    assert answer.result().status is SampleStatus.ABORTED
+    assert answer.result().tokens == []
+
+
+async def test_abort_when_the_worker_dies_meanwhile_ends_it(worker: FakeWorker) -> None:
+    worker.allow(3)
+    worker.refused["/abort_request"] = (200, "")  # it is deaf
+    async with engine_of(worker, stream=True, backoff=1000.0) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            sample = sample_of()
+            answer = tasks.create_task(engine.generate(sample, SAMPLING))
+            await started(worker, 3)
+            abort = tasks.create_task(engine.abort([sample]))
+            while not worker.bodies("/abort_request"):
+                await asyncio.sleep(0)
+            await worker.kill()
+            await abort
+    assert answer.result().status is SampleStatus.ABORTED
+    assert answer.result().tokens == ANSWER[: len(answer.result().tokens)]
+
+
+async def test_an_abort_that_is_answered_404_is_an_error_that_says_why(worker: FakeWorker) -> None:
+    worker.allow(3)
+    worker.refused["/abort_request"] = (404, "")
+    async with engine_of(worker) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            sample = sample_of()
+            answer = tasks.create_task(engine.generate(sample, SAMPLING))
+            await started(worker, 3)
+            with pytest.raises(RequestRefused, match=r"is this a router. give it as router="):
+                await engine.abort([sample])
+            worker.allow(None)
+    assert answer.result().tokens == ANSWER
+
+
+async def test_what_the_server_aborts_unasked_goes_on_from_there(worker: FakeWorker) -> None:
+    worker.allow(3)
+    async with engine_of(worker) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await started(worker, 3)
+            await engine.pause("abort")
+            await worker.until(lambda: len(worker.bodies()) == 2)
+            worker.weight_version = "new"
+            worker.allow(None)
+            await engine.resume()
+    completion = answer.result()
+    check(completion)
+    assert worker.bodies()[1]["input_ids"] == PROMPT + ANSWER[:3]
+
+
+async def step_by_step(call: Callable[[], Awaitable[Any]], steps: int) -> bool:
+    """Run `call` for so many turns of the loop, then cancel it. True: it was done before."""
+    task = asyncio.ensure_future(call())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+        if task.done():
+            break
+    done = task.done()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    return done
+
+
+@BOTH
+async def test_cancelled_at_any_await_it_leaves_no_request_behind(worker: FakeWorker, stream: bool) -> None:
+    worker.allow(3)
+    async with engine_of(worker, stream=stream) as engine:
+        for steps in range(60):
+            sample = sample_of()
+            await step_by_step(lambda: engine.generate(sample, SAMPLING), steps)  # noqa: B023
+            assert engine.in_flight == 0
+            assert sample.tokens == PROMPT
+            await worker.until(lambda: not worker.running)
+        rids = {body["rid"] for body in worker.bodies()}
+        assert rids
+        assert rids <= {body["rid"] for body in worker.bodies("/abort_request")}
+
+
+async def test_one_execution_is_generated_once_at_a_time(worker: FakeWorker) -> None:
+    worker.allow(0)
+    async with engine_of(worker) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await started(worker)
+            with pytest.raises(ValueError, match="the execution 3 is being generated already"):
+                await engine.generate(sample_of(), SAMPLING)
+            worker.allow(None)
+    check(answer.result())
+
+
+# Weights and memory
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@BOTH
+async def test_a_response_that_spans_an_update_names_both_versions(
+    two: tuple[FakeWorker, FakeWorker], mode: Any, stream: bool
+) -> None:
+    for worker in two:
+        worker.allow(3)
+    async with engine_of(*two, stream=stream) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(engine.generate(sample_of(rollout_id=n), SAMPLING)) for n in range(2)]
+            for worker in two:
+                await started(worker, 3)
+            await engine.update_weights_from_disk("/checkpoints/7", "7", mode)
+            assert engine.weight_version == "7"
+            for worker in two:
+                worker.allow(None)
+    for answer in answers:
+        check(answer.result())
+        assert answer.result().weight_versions == [WeightSpan("default", 0, 3), WeightSpan("7", 3, LENGTH)]
+    for worker in two:
+        assert worker.weights == "/checkpoints/7"
+        assert worker.paths("/generate", "/abort_request") == [
+            "/pause_generation",
+            "/update_weights_from_disk",
+            "/continue_generation",
+        ]
+        assert worker.bodies("/pause_generation") == [{"mode": mode}]
+        assert worker.bodies("/update_weights_from_disk")[0]["flush_cache"] is (mode != "in_place")
+
+
+async def test_a_broken_stream_that_spans_an_update_names_both_versions(worker: FakeWorker) -> None:
+    worker.allow(3)
+    worker.faults.append(Reset(after=5))
+    async with engine_of(worker, stream=True) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await started(worker, 3)
+            await engine.set_weight_version("7")
+            worker.allow(None)
+    check(answer.result())
+    assert answer.result().weight_versions == [WeightSpan("default", 0, 3), WeightSpan("7", 3, LENGTH)]
+
+
+async def test_a_refused_update_says_why_and_lets_the_workers_go_on(worker: FakeWorker) -> None:
+    async with engine_of(worker) as engine:
+        with pytest.raises(RequestRefused, match="answered 400: Failed to get model path: nope"):
+            await engine.update_weights_from_disk("nope", "7")
+    assert worker.paused is None
+    assert engine.weight_version is None
+
+
+async def test_weights_from_the_trainer_come_between_begin_and_end(two: tuple[FakeWorker, FakeWorker]) -> None:
+    async with engine_of(*two) as engine:
+        await engine.init_weights_update_group("10.0.0.1", 29500, 5, ranks_per_worker=2, backend="gloo")
+        async with engine.updating_weights("7", pause="in_place") as update:
+            await update.from_distributed(["a"], ["float32"], [[2, 3]])
+            await update.from_tensors(["aGk="])
+        await engine.destroy_weights_update_group()
+    assert [worker.bodies("/init_weights_update_group")[0]["rank_offset"] for worker in two] == [1, 3]
+    for worker in two:
+        assert worker.paths() == [
+            "/init_weights_update_group",
+            "/pause_generation",
+            "/begin_weight_update",
+            "/update_weights_from_distributed",
+            "/update_weights_from_tensor",
+            "/end_weight_update",
+            "/continue_generation",
+            "/destroy_weights_update_group",
+        ]
+        assert worker.weight_version == "7"
+        body = worker.bodies("/update_weights_from_distributed")[0]
+        assert (body["names"], body["dtypes"], body["shapes"]) == (["a"], ["float32"], [[2, 3]])
+
+
+async def test_an_update_that_raises_ends_what_it_began(worker: FakeWorker) -> None:
+    async with engine_of(worker) as engine:
+        with pytest.raises(ZeroDivisionError):
+            async with engine.updating_weights("7") as update:
+                await update.from_tensors(["aGk="])
+                raise ZeroDivisionError
+    assert not worker.updating
+    assert worker.paused is None
+    assert engine.weight_version is None
+
+
+async def test_setting_the_version_aborts_nothing(worker: FakeWorker) -> None:
+    worker.allow(3)
+    async with engine_of(worker) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await started(worker, 3)
+            async with engine.updating_weights("7"):
+                pass  # weights that came some other way
+            worker.allow(None)
+    assert answer.result().weight_versions == [WeightSpan("default", 0, 3), WeightSpan("7", 3, LENGTH)]
+    assert len(worker.bodies()) == 1
+
+
+async def test_memory_is_released_and_resumed_by_tag(two: tuple[FakeWorker, FakeWorker]) -> None:
+    async with engine_of(*two) as engine:
+        await engine.release_memory(["kv_cache"])
+        assert [worker.released for worker in two] == [{"kv_cache"}] * 2
+        await engine.release_memory()
+        await engine.resume_memory(["weights"])
+        assert [worker.released for worker in two] == [{"kv_cache"}] * 2
+
+
+async def test_all_workers_are_asked_also_when_one_is_dead(two: tuple[FakeWorker, FakeWorker]) -> None:
+    await two[0].kill()
+    async with engine_of(*two) as engine:
+        with pytest.raises(WorkersUnavailable, match=f"{two[0].url}/pause_generation: Cannot connect"):
+            await engine.pause()
+    assert two[1].paused == "retract"
+
+
+async def test_an_update_that_a_dead_worker_prevents_lets_the_others_go_on(two: tuple[FakeWorker, FakeWorker]) -> None:
+    await two[0].kill()
+    async with engine_of(*two) as engine:
+        with pytest.raises(WorkersUnavailable, match="/continue_generation: Cannot connect"):
+            await engine.update_weights_from_disk("/checkpoints/7", "7")
+    assert two[1].paths() == ["/pause_generation", "/continue_generation"]
+    assert two[1].weights == "initial"
+
+
+# Behind a router
+
+
+@pytest_asyncio.fixture
+async def router(two: tuple[FakeWorker, FakeWorker]) -> AsyncIterator[FakeRouter]:
+    async with FakeRouter(*two, drops=lost_by_router) as fake:
+        yield fake
+
+
+async def test_generation_goes_through_the_router(router: FakeRouter, caplog: pytest.LogCaptureFixture) -> None:
+    async with SGLangEngine(router=router.url) as engine:
+        for number in range(4):
+            check(await engine.generate(sample_of(rollout_id=number), SAMPLING))
+    assert len(router.received) == 4
+    assert [len(worker.bodies()) for worker in router.workers] == [2, 2]
+    assert not caplog.messages
+
+
+async def test_an_abort_goes_around_the_router(router: FakeRouter) -> None:
+    for worker in router.workers:
+        worker.allow(3)
+    async with SGLangEngine(router=SGLangRouter(router.url)) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            sample = sample_of()
+            answer = tasks.create_task(engine.generate(sample, SAMPLING))
+            await started(router.workers[1], 3)
+            await engine.abort([sample])
+    assert answer.result().status is SampleStatus.ABORTED
+    assert answer.result().tokens == ANSWER[:3]
+    assert len(router.received) == 1
+    assert all(len(worker.bodies("/abort_request")) == 1 for worker in router.workers)
+
+
+async def test_pause_weights_and_memory_go_around_the_router(router: FakeRouter) -> None:
+    async with SGLangEngine(router=router.url) as engine:
+        await engine.update_weights_from_disk("/checkpoints/7", "7")
+        await engine.release_memory(["kv_cache"])
+    for worker in router.workers:
+        assert worker.weight_version == "7"
+        assert worker.paused is None
+        assert worker.released == {"kv_cache"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling", "lost"),
+    [
+        ({"routed_experts": (3, 2)}, {}, "return_routed_experts"),
+        ({"fields": {"return_sampling_mask": True}}, {}, "return_sampling_mask"),
+        ({}, {"stop_regex": "x+"}, "sampling_params.stop_regex"),
+    ],
+)
+async def test_what_the_router_drops_goes_around_it_and_is_said_once(
+    router: FakeRouter,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    sampling: dict[str, Any],
+    lost: str,
+) -> None:
+    for worker in router.workers:
+        worker.routed_experts = True
+    async with SGLangEngine(router=router.url, **options) as engine:
+        for number in range(4):
+            check(await engine.generate(sample_of(rollout_id=number), SAMPLING | sampling))
+    assert not router.received
+    assert [len(worker.bodies()) for worker in router.workers] == [2, 2]
+    [message] = caplog.messages
+    assert message.startswith(f"the router {router.url} drops {lost}: requests with it go to its 2 workers directly")
+
+
+async def test_around_the_router_failures_are_retried_from_here(router: FakeRouter) -> None:
+    await router.workers[0].kill()
+    async with SGLangEngine(router=router.url, fields={"return_sampling_mask": True}, backoff=1e-4) as engine:
+        for number in range(2):
+            check(await engine.generate(sample_of(rollout_id=number), SAMPLING))
+    assert len(router.workers[1].bodies()) == 2
+
+
+async def test_an_execution_whose_reply_the_router_lost_gives_one_sample(router: FakeRouter) -> None:
+    router.workers[1].faults.append(LoseReply())
+    async with SGLangEngine(router=router.url, backoff=1e-4) as engine:
+        completion = await engine.generate(sample_of(), SAMPLING)
+    check(completion)
+    assert "answered 502" in completion.meta["failed_attempts"][0]
+    first = router.received[0].body["rid"]
+    assert all(worker.bodies("/abort_request") == [{"rid": first}] for worker in router.workers)
+
+
+async def test_a_worker_that_fails_behind_the_router_holds_up_its_own_requests_alone(router: FakeRouter) -> None:
+    router.workers[1].faults.append(Status(500))
+    async with SGLangEngine(router=router.url, backoff=1000.0) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            sample = sample_of()
+            answer = tasks.create_task(engine.generate(sample, SAMPLING))
+            while not engine.wasted:
+                await asyncio.sleep(0)
+            check(await engine.generate(sample_of(rollout_id=4), SAMPLING))
+            await engine.abort([sample])
+    assert answer.result().status is SampleStatus.ABORTED
+
+
+# Programs
+
+
+async def test_the_program_of_the_usage_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = [{"question": f"{n}+{n}=", "answer": str(2 * n)} for n in range(64)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    monkeypatch.chdir(tmp_path)
+
+    def tag_source(sample: Sample, *, rollout_id: int) -> None:
+        sample.metadata["rollout"] = rollout_id
+
+    async def ask_judge(sample: Sample) -> Sample:
+        sample.reward = float(sum(sample.tokens) % 3 == 0)
+        return sample
+
+    class Trainer:
+        async def train(self, batch: Batch) -> TrainResult:
+            await engine.update_weights_from_disk(f"/checkpoints/{batch.rollout_id + 1}", str(batch.rollout_id + 1))
+            return TrainResult(metrics={"loss": 0.5}, weight_version=engine.weight_version)
+
+    async with FakeWorker() as first, FakeWorker() as second:
+        engine = engine_of(first, second)
+        sampling = {"temperature": 1.0, "max_new_tokens": 16, "sampling_seed": 0}
+        pipeline = Pipeline(
+            prompts=JsonlPrompts("train.jsonl", group_size=8, prompt_key="question", label_key="answer", seed=0),
+            stages=[
+                Tokenize(lambda prompt: [ord(character) for character in prompt]),
+                Generate(engine, sampling=sampling),
+                tag_source,
+                limit(timeout(ask_judge, 30), 64),
+                DynamicFilter(reward_nonzero_std, fallback="last"),
+                GroupAdvantage(),
+            ],
+            batch=BatchSpec(groups=4, over_sampling=6, max_rounds=4),
+            observers=[Recorder("run.mcap")],
+        )
+        first.faults.extend([Status(500), None, Reset(after=2), LoseReply()])
+        trainer = Trainer()
+        samples: list[Sample] = []
+        async with pipeline:
+            async for batch in pipeline.rollouts(start=0, stop=3):
+                batch.trained(await trainer.train(batch))
+                samples += batch.samples
+    assert len(samples) == 3 * 4 * 8
+    assert len({sample.rollout_id for sample in samples}) == len(samples)
+    assert len({tuple(sample.tokens) for sample in samples}) > len(samples) // 2  # siblings differ
+    for sample in samples:
+        assert isinstance(sample.prompt, str)
+        seed = sibling_seed(0, sample)
+        prompt = [ord(character) for character in sample.prompt]
+        assert sample.tokens == prompt + expected(prompt, sample.response_length, seed)
+        assert sample.weight_versions == [
+            WeightSpan(str(sample.metadata["rollout"] or "default"), 0, sample.response_length)
+        ]
+    assert engine.wasted == 3
+    assert len(list(LogReader("run.mcap").rollout(2).groups())) >= 4
+    assert not first.running
+    assert not second.running
+
+
+@BOTH
+async def test_partial_rollouts_keep_their_tokens_and_their_versions(stream: bool) -> None:
+    """What is unfinished when the batch is full is aborted, and goes on in the next rollout with newer weights."""
+    async with FakeWorker() as worker:
+        engine = engine_of(worker, stream=stream)
+        pipeline = Pipeline(
+            Prompts((f"{n}" for n in range(4)), group_size=1),
+            [Tokenize(lambda prompt: [5, 6, 10 + int(prompt)]), Generate(engine, SAMPLING)],
+            BatchSpec(groups=1, over_sampling=2, unfinished="recycle"),
+        )
+        slow = expected([5, 6, 11], LENGTH)
+        async with pipeline:
+            rollouts = pipeline.rollouts(stop=2)
+            worker.allow(3)
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(rollouts.__anext__())
+                await started(worker, 3, 2)
+                worker.slow.add((5, 6, 11))
+                worker.changed()
+            first = task.result()
+            assert [group.index for group in first.groups] == [0]
+            assert worker.finished["abort"] == 1
+            await engine.set_weight_version("2")
+            worker.allow(None)
+            second = await anext(rollouts)
+    [sample] = second.samples
+    assert sample.tokens == [5, 6, 11, *slow]
+    assert sample.rollout_log_probs == [log_prob(token) for token in slow]
+    assert sample.weight_versions == [WeightSpan("default", 0, 3), WeightSpan("2", 3, LENGTH)]
+    [again] = [body for body in worker.bodies() if body["input_ids"] == [5, 6, 11, *slow[:3]]]
+    assert again["sampling_params"]["max_new_tokens"] == LENGTH - 3
+
+
+async def test_a_worker_killed_in_mid_rollout_costs_no_sample(
+    two: tuple[FakeWorker, FakeWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    for worker in two:
+        worker.allow(4)
+    async with engine_of(*two) as engine:
+        stages = [Tokenize(lambda prompt: [5, 6, 10 + int(prompt)]), Generate(engine, SAMPLING)]
+        pipeline = Pipeline(Prompts((f"{n}" for n in range(8)), group_size=2), stages, BatchSpec(groups=8))
+        async with pipeline, asyncio.TaskGroup() as tasks:
+            batch = tasks.create_task(pipeline.rollouts(stop=1).__anext__())
+            for worker in two:
+                await started(worker, 4, 8)
+            await two[0].kill()
+            two[1].allow(None)
+    samples = batch.result().samples
+    assert [sample.index for sample in samples] == list(range(16))
+    for sample in samples:
+        assert sample.tokens[3:] == expected(sample.tokens[:3].tolist(), LENGTH)
+    assert engine.wasted == 8
+    assert sum("attempt" in message for message in caplog.messages) == 8

@@ -1,0 +1,345 @@
+"""The engine against a real server, and the scripted worker beside it: what one does, the other does.
+
+Run them with ROLLOUTBUS_SGLANG_PYTHON=/path/to/python, the interpreter of an environment that has sglang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from safetensors import safe_open
+
+from backends.sglang import RequestRefused, SGLangEngine
+from eventbus import Sample, SampleStatus
+from middleware import Generate, Tokenize
+from tests import sglang_real
+from tests.sglang_fake import FakeWorker
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.sglang,
+    pytest.mark.skipif(
+        sglang_real.PYTHON is None,
+        reason="needs a real SGLang: set ROLLOUTBUS_SGLANG_PYTHON to the interpreter of an environment that has it",
+    ),
+]
+
+PROMPT = [5, 6, 7]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+LONG = {"temperature": 1.0, "max_new_tokens": 480, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return sglang_real.make_models(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def url(models: list[Path]) -> Iterator[str]:
+    with sglang_real.server(models[0], "--sampling-mask-max-tokens", "64") as address:
+        yield address
+
+
+@pytest_asyncio.fixture
+async def engine(url: str, models: list[Path]) -> AsyncIterator[SGLangEngine]:
+    """The first model's weights, nothing running."""
+    async with SGLangEngine(url) as engine:
+        yield engine
+        if engine.weight_version is not None:
+            await engine.update_weights_from_disk(str(models[0]), "default")
+
+
+@pytest_asyncio.fixture(params=["fake", "real"])
+async def any_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    if request.param == "real":
+        yield request.getfixturevalue("url")
+    else:
+        async with FakeWorker() as worker:
+            yield worker.url
+
+
+def sample_of(**fields: Any) -> Sample:
+    return Sample(**{"index": 3, "group_index": 0, "rollout_id": 3, "tokens": PROMPT, **fields})
+
+
+async def running(url: str) -> int:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/loads") as response:
+        [load] = (await response.json())["loads"]
+    return int(load["num_running_reqs"])
+
+
+async def until_running(url: str, count: int) -> None:
+    while await running(url) != count:  # it tells nobody
+        await asyncio.sleep(0.01)
+
+
+# What lands on the sample
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_log_probs_are_those_of_the_model(url: str, models: list[Path], stream: bool, temperature: float) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    samples = [sample_of(index=n, rollout_id=n, tokens=list(range(5 + n, 25 + 2 * n))) for n in range(8)]
+    async with SGLangEngine(url, stream=stream) as engine:
+        generate = Generate(engine, GREEDY | {"temperature": temperature})
+        await asyncio.gather(*(generate(sample) for sample in samples))
+    worst = 0.0
+    for sample in samples:
+        assert sample.response_length == len(sample.rollout_log_probs or ()) == 12
+        with torch.no_grad():
+            log_probs = model(torch.tensor([sample.tokens.tolist()])).logits[0].log_softmax(-1)
+        for i, got in enumerate(sample.rollout_log_probs or ()):
+            at = sample.prompt_length + i
+            worst = max(worst, abs(float(log_probs[at - 1, sample.tokens[at]]) - got))
+            if temperature == 0:
+                assert int(log_probs[at - 1].argmax()) == sample.tokens[at]
+    assert worst < 1e-4
+
+
+async def test_streaming_equals_non_streaming_and_parts_equal_the_whole(url: str) -> None:
+    completions = []
+    for stream in (False, True):
+        async with SGLangEngine(url, stream=stream) as engine:
+            completions.append(await engine.generate(sample_of(), GREEDY))
+    whole, streamed = completions
+    assert streamed.tokens == whole.tokens
+    assert streamed.text == whole.text
+    assert streamed.weight_versions == whole.weight_versions
+    async with SGLangEngine(url) as engine:
+        sample = sample_of()
+        await Generate(engine, GREEDY | {"max_new_tokens": 5})(sample)
+        sample.status = SampleStatus.ABORTED
+        await Generate(engine, GREEDY)(sample)
+    assert sample.tokens == PROMPT + list(whole.tokens)
+    assert sample.response == whole.text
+    assert sample.rollout_log_probs is not None
+    assert all(
+        math.isclose(a, b, abs_tol=1e-4) for a, b in zip(sample.rollout_log_probs, whole.log_probs or (), strict=True)
+    )
+
+
+async def test_kept_ids_come_back(url: str) -> None:
+    async with SGLangEngine(url, fields={"return_sampling_mask": True}) as engine:
+        sample = sample_of()
+        await Generate(engine, {"max_new_tokens": 6, "top_k": 20, "top_p": 0.1, "ignore_eos": True})(sample)
+    offsets, ids = sample.rollout_top_p_token_offsets, sample.rollout_top_p_token_ids
+    assert len(offsets) == 7
+    for i, token in enumerate(sample.tokens[3:]):
+        kept = ids[offsets[i] : offsets[i + 1]]
+        assert token in kept
+        assert 1 <= len(kept) <= 20
+    behaviour = sample.metadata["sampling_log_probs"]
+    assert sample.rollout_log_probs is not None
+    assert all(a >= b for a, b in zip(behaviour, sample.rollout_log_probs, strict=True))
+
+
+async def test_text_and_chat_are_read_by_the_workers_tokenizer(
+    engine: SGLangEngine, models: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [{"role": "user", "content": "the fox"}]
+    sample = Sample(prompt=chat)
+    await Generate(engine, GREEDY)(sample)
+    assert "read with the worker's own tokenizer" in caplog.text
+    other = Sample(prompt=chat)
+    await Tokenize(str(models[0]))(other)
+    assert sample.tokens[: sample.prompt_length] == other.tokens
+    assert sample.response_length == 12
+
+
+async def test_seeded_siblings_differ_and_repeat(url: str) -> None:
+    async with SGLangEngine(url) as engine:
+        answers = [
+            (await engine.generate(sample_of(index=index), LONG | {"max_new_tokens": 24, "sampling_seed": 1})).tokens
+            for index in (0, 1, 0)
+        ]
+    assert answers[0] != answers[1]
+
+
+# Aborts and weights
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_abort_gives_what_there_is(url: str, stream: bool) -> None:
+    async with SGLangEngine(url, stream=stream) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            sample = sample_of()
+            answer = tasks.create_task(engine.generate(sample, LONG))
+            await until_running(url, 1)
+            await engine.abort([sample])
+    completion = answer.result()
+    assert completion.status is SampleStatus.ABORTED
+    assert len(completion.tokens) == len(completion.log_probs or ()) < 480
+    await until_running(url, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancelling_leaves_nothing_behind(url: str, stream: bool) -> None:
+    async with SGLangEngine(url, stream=stream) as engine:
+        answer = asyncio.create_task(engine.generate(sample_of(), LONG))
+        await until_running(url, 1)
+        answer.cancel()
+        await asyncio.wait([answer])
+        await until_running(url, 0)
+        assert answer.cancelled()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+async def test_a_response_that_spans_an_update_names_both_versions(
+    url: str, engine: SGLangEngine, models: list[Path], mode: Any, stream: bool
+) -> None:
+    async with SGLangEngine(url, stream=stream) as generating, asyncio.TaskGroup() as tasks:
+        answer = tasks.create_task(generating.generate(sample_of(), LONG))
+        await until_running(url, 1)
+        await asyncio.sleep(0.1)  # some tokens; nothing below depends on how many
+        await engine.update_weights_from_disk(str(models[1]), "7", mode)
+    completion = answer.result()
+    assert len(completion.tokens) == 480
+    before, after = completion.weight_versions
+    assert (before.version, after.version) == ("default", "7")
+    assert 0 == before.start < before.end == after.start < after.end == 480
+
+
+async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, models: list[Path]) -> None:
+    assert sglang_real.PYTHON is not None
+    await engine.update_weights_from_disk(str(models[1]), "disk")
+    wanted = await engine.generate(sample_of(), GREEDY)
+    await engine.update_weights_from_disk(str(models[0]), "default")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with safe_open(models[1] / "model.safetensors", "pt") as tensors:
+        names = sorted(tensors.keys())
+        shapes = [tensors.get_slice(name).get_shape() for name in names]
+    trainer = await asyncio.create_subprocess_exec(
+        sglang_real.PYTHON,
+        str(sglang_real.STUBS / "broadcast.py"),
+        *(str(port), str(models[1]), "trainer"),
+        env=sglang_real.environment(),
+    )
+    await engine.init_weights_update_group("127.0.0.1", port, 2, group_name="trainer", backend="gloo")
+    async with engine.updating_weights("trained") as update:
+        await update.from_distributed(names, ["float32"] * len(names), shapes, "trainer")
+    await engine.destroy_weights_update_group("trainer")
+    assert await trainer.wait() == 0
+    completion = await engine.generate(sample_of(), GREEDY)
+    assert completion.tokens == wanted.tokens
+    assert [span.version for span in completion.weight_versions] == ["trained"]
+
+
+async def test_a_refused_update_leaves_the_server_working(engine: SGLangEngine) -> None:
+    with pytest.raises(RequestRefused, match=r"answered 400: .*nope"):
+        await engine.update_weights_from_disk("/nope", "7")
+    assert len((await engine.generate(sample_of(), GREEDY)).tokens) == 12
+
+
+async def test_memory_and_version_endpoints_answer(engine: SGLangEngine) -> None:
+    await engine.release_memory(["kv_cache"])
+    await engine.resume_memory(["kv_cache"])
+    await engine.set_weight_version("9")
+    completion = await engine.generate(sample_of(), GREEDY)
+    assert [span.version for span in completion.weight_versions] == ["9"]
+
+
+# What is refused
+
+
+async def test_a_token_outside_of_the_vocabulary_never_reaches_the_server(engine: SGLangEngine) -> None:
+    with pytest.raises(ValueError, match="the token id 512 is not in the vocabulary of 512"):
+        await engine.generate(sample_of(tokens=[5, 512]), GREEDY)
+    assert len((await engine.generate(sample_of(), GREEDY)).tokens) == 12
+
+
+async def test_a_prompt_that_is_too_long_is_refused_with_the_servers_words(engine: SGLangEngine) -> None:
+    with pytest.raises(RequestRefused, match=r"answered 400: .*longer than"):
+        await engine.generate(sample_of(tokens=[5] * 4097), GREEDY)
+
+
+# The scripted worker answers as the real one does
+
+
+def shape(value: Any, path: str = "") -> dict[str, str]:
+    """Path -> type of everything in a reply; of a list the first element alone, and of cached tokens no details, which
+    depend on what the cache holds."""
+    if path.endswith("cached_tokens_details"):
+        return {}
+    if isinstance(value, dict):
+        inner = [shape(item, f"{path}.{name}") for name, item in value.items()]
+        return {key: kind for part in inner for key, kind in part.items()}
+    if isinstance(value, list) and value:
+        return shape(value[0], f"{path}[]")
+    return {path: type(value).__name__}
+
+
+async def asked(url: str, path: str, body: Any) -> tuple[int, bytes]:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}{path}", json=body) as response:
+        return response.status, await response.read()
+
+
+REQUEST = {"rid": "contract", "input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"return_sampling_mask": True, "sampling_params": GREEDY | {"temperature": 1.0, "top_k": 20}}],
+    ids=["plain", "sampling_mask"],
+)
+async def test_replies_have_the_same_shape(url: str, extra: dict[str, Any]) -> None:
+    async with FakeWorker() as worker:
+        replies = [json.loads((await asked(address, "/generate", REQUEST | extra))[1]) for address in (worker.url, url)]
+    fake, real = map(shape, replies)
+    assert fake == {path: kind for path, kind in real.items() if path in fake}, real
+    assert not set(real) - set(fake), "the fake lacks these"
+
+
+async def test_streams_have_the_same_shape(url: str) -> None:
+    shapes = []
+    async with FakeWorker() as worker:
+        for address in (worker.url, url):
+            status, data = await asked(address, "/generate", REQUEST | {"stream": True})
+            events = data.decode().strip().split("\n\n")
+            assert status == 200
+            assert events[-1] == "data: [DONE]"
+            decoded = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+            assert [len(event["output_ids"]) for event in decoded] == sorted(
+                event["meta_info"]["completion_tokens"] for event in decoded
+            )
+            shapes.append((shape(decoded[0]), shape(decoded[-1])))
+    (fake_first, fake_last), (real_first, real_last) = shapes
+    assert fake_first == {path: kind for path, kind in real_first.items() if path in fake_first}
+    assert fake_last == {path: kind for path, kind in real_last.items() if path in fake_last}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/generate", REQUEST | {"sampling_params": {"bogus": 1}}, 400),
+        ("/generate", {"sampling_params": {}}, 400),
+        ("/abort_request", {"rid": "nobody"}, 200),
+        ("/pause_generation", {"mode": "retract"}, 200),
+        ("/continue_generation", {}, 200),
+        ("/update_weights_from_disk", {"model_path": "nope"}, 400),
+        ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, 400),
+        ("/begin_weight_update", {}, 200),
+        ("/end_weight_update", {}, 200),
+        ("/update_weight_version", {"new_version": "default", "abort_all_requests": False}, 200),
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}, 200),
+        ("/resume_memory_occupation", {"tags": ["kv_cache"]}, 200),
+        ("/nowhere", {}, 404),
+    ],
+)
+async def test_answers_have_the_same_status(any_url: str, path: str, body: Any, status: int) -> None:
+    assert (await asked(any_url, path, body))[0] == status
