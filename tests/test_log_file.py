@@ -629,7 +629,7 @@ def test_the_header_says_how_it_was_written(path: Path) -> None:
     assert header.config == '[prompts]\npath = "\u00e4"\n'
     assert header.payload == "kept"
     assert header.schema_version == SCHEMA_VERSION
-    assert header.library.startswith("rolloutbus ")
+    assert header.library.startswith("rolloutbus")
     assert header.versions["msgspec"] == msgspec.__version__
     assert header.command == sys.argv
 
