@@ -45,8 +45,8 @@ class StageRun(Protocol):
     def generated(self, stage: Stage, sample: Sample, resume_at: int | None) -> None:
         """An engine has answered; the sample could be taken up again at stage `resume_at` of this segment."""
 
-    def applied(self, stage: Stage, seconds: float, before: LightSample, result: Sample | list[Sample] | Drop) -> Any:
-        """A stage is done. The sample's light form."""
+    def applied(self, stage: Stage, before: LightSample, result: Sample | list[Sample] | Drop) -> LightSample:
+        """A stage that began at `context.began` is done. The sample's light form."""
 
 
 class Segment:
@@ -145,7 +145,7 @@ class SampleChain:
                         result = await result
                     if type(result) is Drop:
                         if before is not None:
-                            run.applied(stage, current_time() - place.began, before, result)
+                            run.applied(stage, before, result)
                         return result
                     if result is not None and not isinstance(result, Sample):
                         raise _foreign(stage, sample, result)
@@ -162,7 +162,7 @@ class SampleChain:
                 ):
                     settle(sample, stage.name)
                 if before is not None:
-                    before = run.applied(stage, current_time() - place.began, before, sample)
+                    before = run.applied(stage, before, sample)
                 if place.generated:
                     place.generated = False
                     run.generated(stage, sample, at - 1 if run.entry is None else run.entry)
@@ -172,7 +172,7 @@ class SampleChain:
                     return sample
         except Dropped as dropped:
             if before is not None and stage is not None and not stage.wraps:  # which the stage itself raised
-                run.applied(stage, current_time() - place.began, before, dropped.drop)
+                run.applied(stage, before, dropped.drop)
             return dropped.drop
         except StopIteration as error:  # which a coroutine cannot raise
             run.error, run.failed_in = RuntimeError(f"stage {place.stage!r} raised StopIteration"), stage
@@ -217,13 +217,13 @@ class SampleChain:
         before = light(inner) if self._traced else None
         if type(result) is Drop:
             if before is not None:
-                run.applied(stage, current_time() - place.began, before, result)
+                run.applied(stage, before, result)
             return result
         if not isinstance(result, Sample):
             raise _foreign(stage, sample, result)
         settle(result, stage.name)
         if before is not None:
-            run.applied(stage, current_time() - place.began, before, result)
+            run.applied(stage, before, result)
         return result
 
     async def _fan_out(
@@ -242,7 +242,7 @@ class SampleChain:
                 result = sample
             if type(result) is Drop:
                 if before is not None:
-                    run.applied(stage, current_time() - place.began, before, result)
+                    run.applied(stage, before, result)
                 return result
             if isinstance(result, list):
                 if not result:
@@ -257,7 +257,7 @@ class SampleChain:
                     raise ContractError(f"stage {stage.name!r} returned the same sample twice: copy it, sample.copy()")
                 aborted = [child for child in result if child.status is _ABORTED]
                 if before is not None:
-                    run.applied(stage, current_time() - place.began, before, result)
+                    run.applied(stage, before, result)
                 if place.generated:
                     place.generated = False
                     for child in result:
@@ -267,7 +267,7 @@ class SampleChain:
                 raise _foreign(stage, sample, result)
             settle(result, stage.name)
             if before is not None:
-                run.applied(stage, current_time() - place.began, before, result)
+                run.applied(stage, before, result)
             if place.generated:
                 place.generated = False
                 run.generated(stage, result, None)

@@ -448,7 +448,8 @@ class Rollout:
         group = work.group
         assert group is not None
         before = group.verdict
-        started = anyio.current_time()
+        observed = self.runtime.hub.wants("stage_applied")
+        job.context.began = anyio.current_time() if observed else 0.0
         counted = (self.ledger.remaining, self.spec.groups)
         count: dict[str, int] = {}
         if stage.counts:
@@ -477,12 +478,12 @@ class Rollout:
         if isinstance(result, Group):
             group = work.group = result
         work.at += 1
-        if self.runtime.hub.wants("stage_applied"):
+        if observed:
             self.emit(
                 "stage_applied",
                 group_index=work.index,
                 stage=stage.name,
-                seconds=anyio.current_time() - started,
+                seconds=anyio.current_time() - job.context.began,
                 waited=job.context.waited,
                 attempts=job.context.attempts,
                 worker=None if job.worker is None else job.worker.number,

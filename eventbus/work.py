@@ -357,9 +357,7 @@ class SampleJob(msgspec.Struct, eq=False):
             if resume_at is not None and rollout.spec.unfinished == "recycle" and not self.context.closing:
                 self.execution.checkpoint = (sample.copy(), resume_at)
 
-    def applied(
-        self, stage: Stage, seconds: float, before: LightSample, result: Sample | list[Sample] | Drop
-    ) -> LightSample:
+    def applied(self, stage: Stage, before: LightSample, result: Sample | list[Sample] | Drop) -> LightSample:
         after = light(result) if isinstance(result, Sample) else before
         if self.cancelled:
             return after
@@ -374,7 +372,7 @@ class SampleJob(msgspec.Struct, eq=False):
             execution=self.execution.id,
             child=self.position + 1 if self.segment else 0,
             stage=stage.name,
-            seconds=seconds,
+            seconds=anyio.current_time() - self.context.began,
             waited=self.context.waited,
             attempts=self.context.attempts,
             worker=None if self.worker is None else self.worker.number,

@@ -147,10 +147,7 @@ class TimeSlice:
 
         Most chains never wait when their engine is quick, and a coroutine that is not made costs nothing.
         """
-        self.started = now = perf_counter()
-        if now - self.stopped > SLICE:  # others had the loop in between
-            self.end = self._next_end()
-        self.running = job
+        self._enter(job)
         try:
             yielded = context.run(task.send, None)
         except StopIteration as stop:
@@ -176,10 +173,7 @@ class TimeSlice:
                 received.append((yield yielded))
             except BaseException as thrown:  # a cancellation or an injected error: the task's own to handle
                 error = thrown
-            self.started = now = perf_counter()
-            if now - self.stopped > SLICE:
-                self.end = self._next_end()
-            self.running = job
+            self._enter(job)
             try:
                 yielded = run(send, received.pop()) if error is None else run(throw, error)
             except StopIteration as stop:
@@ -191,6 +185,12 @@ class TimeSlice:
             finally:
                 self.running = error = None  # a kept error keeps, by its traceback, this frame and all that hangs on it
                 self.stopped = perf_counter()
+
+    def _enter(self, job: Job) -> None:
+        self.started = now = perf_counter()
+        if now - self.stopped > SLICE:  # others had the loop in between
+            self.end = self._next_end()
+        self.running = job
 
 
 class WorkerPool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import isawaitable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -22,7 +22,9 @@ from eventbus.imports import load_object
 from eventbus.sample import Sample
 from eventbus.stage import ContractError
 
-__all__ = ["Hook", "apply_sample_hooks"]
+__all__ = ["Hook", "apply_sample_hooks", "side_by_side"]
+
+T = TypeVar("T")
 
 Hook: TypeAlias = Callable[..., Any] | str
 """A callable, or its import path."""
@@ -69,7 +71,7 @@ async def apply_sample_hooks(hooks: Iterable[Hook] | None, value: Any, *, args: 
             else:
                 samples[position] = sample
         if waiting:
-            await run.side_by_side(waiting, samples)
+            await side_by_side(partial(run.finish_into, samples), waiting)
     finally:
         for stopped in waiting:
             # An error elsewhere may have kept a coroutine from being awaited, or a task from its end.
@@ -112,24 +114,29 @@ class _Run(NamedTuple):
             sample = self.checked(later, sample, await result if isawaitable(result) else result)
         return sample
 
-    async def side_by_side(self, waiting: list[_Waiting], samples: list[Sample]) -> None:
-        async def finish(one: _Waiting) -> None:
-            samples[one.position] = await self.finish(one)
+    async def finish_into(self, samples: list[Sample], waiting: _Waiting) -> None:
+        samples[waiting.position] = await self.finish(waiting)
 
-        if len(waiting) == 1:
-            await finish(waiting[0])
-            return
-        alone: Exception | None = None
-        try:
-            async with anyio.create_task_group() as tasks:
-                for one in waiting:
-                    tasks.start_soon(finish, one)
-        except ExceptionGroup as group:
-            if len(group.exceptions) > 1:
-                raise
-            alone = group.exceptions[0]
-        if alone is not None:
-            raise alone
+
+async def side_by_side(function: Callable[[T], Coroutine[Any, Any, None]], values: Sequence[T]) -> None:
+    """Run `function` on all values at once.
+
+    :raises Exception: what failed, as itself when it was one.
+    """
+    if len(values) == 1:
+        await function(values[0])
+        return
+    alone: Exception | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            for value in values:
+                tasks.start_soon(function, value)
+    except ExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        alone = group.exceptions[0]
+    if alone is not None:
+        raise alone
 
 
 # Values

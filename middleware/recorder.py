@@ -162,8 +162,6 @@ class Recorder:
                 raise RuntimeError("Recorder was not entered: give it to a Pipeline, or use `async with recorder:`")
             self.lost += 1
             return
-        from eventbus.log.format import LogError
-
         try:
             self._writer.write_nowait(event, samples)
         except WireError as error:  # the next event may be written
@@ -172,7 +170,11 @@ class Recorder:
             self.lost += 1
             if self.lost == 1:
                 logger.warning("%s: event %d is not in the log: %s", self.path, event.seq, error)
-        except LogError as error:
+        except Exception as error:
+            from eventbus.log import LogError  # here, not for every event
+
+            if not isinstance(error, LogError):
+                raise
             self.lost += 1
             self._failed(error)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from backends.slime.hooks import side_by_side
 from backends.slime.options import eval_sampling, first, option, recorders
 from backends.slime.samples import RolloutFnEvalOutput, of_slime, to_slime
 from backends.slime.stages import SlimePrompts, SlimeRollout, by_index
 from eventbus.batching import BatchSpec
 from eventbus.pipeline import Pipeline
 from eventbus.prompts import JsonlPrompts, Prompts
+from middleware.hooks import side_by_side
 
 __all__ = ["evaluate"]
 

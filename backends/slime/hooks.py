@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-import anyio
-
 from backends.slime.samples import is_sample
 from eventbus.context import current_rollout
 from eventbus.imports import load_object
 from eventbus.stage import ContractError
+from middleware.hooks import side_by_side
 
 __all__ = ["apply_rollout_sample_hooks", "rollout_context", "set_current_rollout_id"]
 
@@ -76,27 +75,6 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **kwargs: Any) -> An
 
     await side_by_side(run, range(len(samples)))
     return _rebuilt(value, iter(samples))
-
-
-async def side_by_side(function: Callable[[Any], Any], values: Sequence[Any]) -> None:
-    """Run `function` on all values at once.
-
-    :raises Exception: what failed, as itself when it was one.
-    """
-    if len(values) == 1:
-        await function(values[0])
-        return
-    alone: Exception | None = None
-    try:
-        async with anyio.create_task_group() as tasks:
-            for value in values:
-                tasks.start_soon(function, value)
-    except ExceptionGroup as group:
-        if len(group.exceptions) > 1:
-            raise
-        alone = group.exceptions[0]
-    if alone is not None:
-        raise alone
 
 
 def _current() -> int | None:

@@ -92,6 +92,32 @@ class Divergence(msgspec.Struct, frozen=True):
     fields: dict[str, Change] = {}
     """By field: what the record has, and what came out now."""
 
+    @classmethod
+    def at(
+        cls,
+        event: Any,
+        what: str,
+        fields: Mapping[str, tuple[Any, Any]] | None,
+        group_index: int | None,
+        index: int | None,
+        execution: int | None,
+    ) -> Divergence:
+        """Found at this event of the log; `fields` are pairs of the recorded and the new value."""
+        changed = {name: Change(old, new) for name, (old, new) in (fields or {}).items()}
+        stage = getattr(event, "stage", None)
+        return cls(
+            event.rollout_id,
+            event.evaluation,
+            event.seq,
+            event.kind,
+            stage,
+            what,
+            group_index,
+            index,
+            execution,
+            changed,
+        )
+
     def __str__(self) -> str:
         where = [f"{'evaluation' if self.evaluation else 'rollout'} {self.rollout_id}"]
         where += [f"stage {self.stage}"] if self.stage is not None else []
@@ -207,9 +233,7 @@ class _Job:
     def generated(self, stage: Stage, sample: Sample, resume_at: int | None) -> None:
         """The record says what an engine has answered."""
 
-    def applied(
-        self, stage: Stage, seconds: float, before: LightSample, result: Sample | list[Sample] | Drop
-    ) -> LightSample:
+    def applied(self, stage: Stage, before: LightSample, result: Sample | list[Sample] | Drop) -> LightSample:
         after = light(result) if isinstance(result, Sample) else before
         if not self.strict:
             self._note(stage, before, after, result)
@@ -409,22 +433,8 @@ class _Job:
         return stop
 
     def diverged(self, event: Any, what: str, fields: Mapping[str, tuple[Any, Any]] | None = None) -> _Stop:
-        return self.stop(
-            _Diverged(
-                Divergence(
-                    event.rollout_id,
-                    event.evaluation,
-                    event.seq,
-                    event.kind,
-                    getattr(event, "stage", None),
-                    what,
-                    self.group.index,
-                    self.context.index,
-                    self.execution.id,
-                    {name: Change(old, new) for name, (old, new) in (fields or {}).items()},
-                )
-            )
-        )
+        found = Divergence.at(event, what, fields, self.group.index, self.context.index, self.execution.id)
+        return self.stop(_Diverged(found))
 
     def ended(self, result: Any) -> None:
         """Strict: the chain came to its end; so must the record have."""

@@ -27,7 +27,7 @@ from eventbus.group import Batch, Group, Summary, Verdict
 from eventbus.ledger import Ledger
 from eventbus.log import LogError
 from eventbus.replay.compare import samples_differ
-from eventbus.replay.record import Change, ExecutionRecord, GroupRecord, NotStored, RoundRecord, plain
+from eventbus.replay.record import ExecutionRecord, GroupRecord, NotStored, RoundRecord, plain
 from eventbus.replay.report import VerifyReport
 from eventbus.replay.run import (
     Divergence,
@@ -381,20 +381,8 @@ class _Walk:
         index: int | None = None,
         execution: int | None = None,
     ) -> _Diverged:
-        return _Diverged(
-            Divergence(
-                event.rollout_id,
-                event.evaluation,
-                event.seq,
-                event.kind,
-                getattr(event, "stage", None),
-                what,
-                record.index if record is not None else None,
-                index,
-                execution,
-                {name: Change(old, new) for name, (old, new) in (fields or {}).items()},
-            )
-        )
+        group = record.index if record is not None else None
+        return _Diverged(Divergence.at(event, what, fields, group, index, execution))
 
 
 def verdict_of(record: GroupRecord, event: Any) -> tuple[Verdict | None, bool]:
