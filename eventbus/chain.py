@@ -125,9 +125,7 @@ class SampleChain:
         stage: Stage | None = None
         before = light(sample) if self._traced else None
         try:
-            while at < stop:
-                stage, call = calls[at]
-                at += 1
+            for stage, call in calls[at:stop]:
                 now = perf_counter()
                 if now > time_slice.end:
                     await self._pool.turn()
@@ -136,26 +134,31 @@ class SampleChain:
                 if timed:
                     place.began, place.attempts, place.waited = current_time(), 1, 0.0
                 if stage.wraps:
+                    at = calls.index((stage, call))
                     if run.entry is None:
-                        run.entry = at - 1
-                    return await self._wrapped(run, sample, stage, call, calls, at, stop)
+                        run.entry = at
+                    return await self._wrapped(run, sample, stage, call, calls, at + 1, stop)
                 result = call(sample)
-                if result is not None and type(result) is not Sample:
-                    if type(result) is CoroutineType or isawaitable(result):  # which looks long
-                        result = await result
-                    if type(result) is Drop:
-                        if before is not None:
-                            run.applied(stage, before, result)
-                        return result
-                    if result is not None and not isinstance(result, Sample):
-                        raise _foreign(stage, sample, result)
                 if result is not None:
-                    sample = result
+                    if type(result) is Sample:
+                        sample = result
+                    else:
+                        if type(result) is CoroutineType or isawaitable(result):  # which looks long
+                            result = await result
+                        if isinstance(result, Sample):
+                            sample = result
+                        elif type(result) is Drop:
+                            if before is not None:
+                                run.applied(stage, before, result)
+                            return result
+                        elif result is not None:
+                            raise _foreign(stage, sample, result)
                 # Unrolled: this is run for every stage of every sample.
-                length, mask, log_probs = sample.response_length, sample.loss_mask, sample.rollout_log_probs
+                tokens, length, mask = sample.tokens, sample.response_length, sample.loss_mask
+                log_probs = sample.rollout_log_probs
                 if (
-                    type(sample.tokens) is not Tokens
-                    or len(sample.tokens) < length
+                    type(tokens) is not Tokens
+                    or len(tokens) < length
                     or (mask is not None and (type(mask) is not LossMask or len(mask) != length))
                     or (log_probs is not None and (type(log_probs) is not LogProbs or len(log_probs) != length))
                     or sample.teacher_log_probs is not None
@@ -165,7 +168,7 @@ class SampleChain:
                     before = run.applied(stage, before, sample)
                 if place.generated:
                     place.generated = False
-                    run.generated(stage, sample, at - 1 if run.entry is None else run.entry)
+                    run.generated(stage, sample, calls.index((stage, call)) if run.entry is None else run.entry)
                     if place.closing:
                         return sample
                 if sample.status is _ABORTED:

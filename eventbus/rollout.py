@@ -319,7 +319,9 @@ class Rollout:
         """All samples of a group are through. The job for its group stages, where there is one."""
         group = work.group
         assert group is not None
-        self._count_rewards(group)
+        rewards, count = _rewards(group)
+        self._rewards += rewards
+        self._rewarded += count
         if self.evaluation:
             self._keep(work, group)
             return None
@@ -796,13 +798,6 @@ class Rollout:
             error.__cause__ = self._failure_group("the rest was rejected")
         return error
 
-    def _count_rewards(self, group: Group) -> None:
-        for execution in group.executions:
-            reward = _finite(execution[-1].reward)
-            if reward is not None:
-                self._rewards += reward
-                self._rewarded += 1
-
     def now(self) -> float:
         """Seconds since the rollout began."""
         return anyio.current_time() - self._started
@@ -813,17 +808,16 @@ class Rollout:
         executions = samples = loss_tokens = fallback_loss_tokens = rewarded = 0
         rewards = 0.0
         for group in self._kept:
-            before = loss_tokens
-            for execution in group.executions:
-                executions += 1
-                samples += len(execution)
-                for sample in execution:
-                    loss_tokens += sample.loss_tokens
-                if (reward := _finite(execution[-1].reward)) is not None:
-                    rewards += reward
-                    rewarded += 1
+            flat = group.samples
+            tokens = sum([sample.loss_tokens for sample in flat])
+            total, count = _rewards(group)
+            executions += len(group.executions)
+            samples += len(flat)
+            loss_tokens += tokens
+            rewards += total
+            rewarded += count
             if group.verdict is not None and group.verdict.by_fallback:
-                fallback_loss_tokens += loss_tokens - before
+                fallback_loss_tokens += tokens
         return Summary(
             rollout_id=self.id,
             evaluation=self.evaluation,
@@ -866,10 +860,17 @@ def _check_group(group: Group, stage: Stage) -> None:
     settle_all(group.samples, stage.name, f"group {group.index}")
 
 
+def _rewards(group: Group) -> tuple[float, int]:
+    """Sum and number of the finite rewards, one per execution."""
+    rewards = [execution[-1].reward for execution in group.executions]
+    if set(map(type, rewards)) == {float} and math.isfinite(total := sum(rewards)):  # as nearly always
+        return total, len(rewards)
+    finite = [number for reward in rewards if (number := _finite(reward)) is not None]
+    return sum(finite), len(finite)
+
+
 def _finite(reward: Any) -> float | None:
     """The reward as a number to average, if it is one."""
-    if type(reward) is float:
-        return reward if math.isfinite(reward) else None
     if reward is None or isinstance(reward, dict | str):
         return None
     try:
