@@ -28,7 +28,9 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Groups judged good beyond the target: thrown away, or first in the next batch."""
     unfinished: Literal["restart", "recycle", "cancel"] = "restart"
     """Groups still under way when the batch is full. `restart`: the prompt is asked again from the start. `recycle`:
-    with the tokens it has and the budget that is left; finished siblings keep their results. `cancel`: forgotten."""
+    with the tokens it has and the budget that is left; finished siblings keep their results. Samples that come with
+    tokens have the round of the first of them in `metadata["start_rollout_id"]`; the stage `middleware.mask_offpolicy`
+    keeps tokens of older weights out of the loss. `cancel`: forgotten."""
     on_exhausted: Literal["error", "partial", "wrap"] = "error"
     """When rounds or prompts run out before the batch is full: `RolloutExhausted`, or a smaller batch, or (prompts
     only) the source from its start again."""

@@ -9,11 +9,15 @@ and what a stage sets in context variables of its own never reaches another samp
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from eventbus.sample import Sample
+
+if TYPE_CHECKING:
+    from eventbus.events import AttemptOutcome
+    from eventbus.observers import EventHub
 
 __all__ = ["RolloutContext", "current_rollout"]
 
@@ -62,6 +66,38 @@ class RolloutContext(msgspec.Struct, eq=False):
         """
         return Generating(self, engine, sample)
 
+    def attempt_ended(
+        self,
+        *,
+        attempt: int,
+        worker: str,
+        rid: str,
+        outcome: AttemptOutcome,
+        seconds: float,
+        error: str | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """For an engine: one of its requests for this sample has ended, which observers see as `AttemptEnded`. Costs
+        next to nothing where none asks for that, and never raises."""
+        hub = _hub.get()
+        if hub is not None and hub.wants("attempt_ended"):
+            hub.report(
+                "attempt_ended",
+                self.rollout_id,
+                self.evaluation,
+                group_index=self.group_index,
+                index=self.index,
+                execution=self.execution,
+                stage=self.stage,
+                attempt=attempt,
+                worker=worker,
+                rid=rid,
+                outcome=outcome,
+                error=error,
+                tokens=tokens,
+                seconds=seconds,
+            )
+
     def __repr__(self) -> str:
         fields = ("rollout_id", "evaluation", "group_index", "index", "execution", "stage")
         return "RolloutContext(" + ", ".join(f"{name}={getattr(self, name)!r}" for name in fields) + ")"
@@ -85,6 +121,9 @@ class Generating(msgspec.Struct, eq=False):
 
 
 _current: ContextVar[RolloutContext] = ContextVar("rolloutbus_rollout")
+_hub: ContextVar[EventHub | None] = ContextVar("rolloutbus_hub", default=None)
+"""Of the pipeline that the running code works for. It is not in `RolloutContext`, so that this stays small: a
+connection that a stage opens, and that stays, holds the context in which it was opened."""
 
 
 def current_rollout() -> RolloutContext:

@@ -32,6 +32,8 @@ from eventbus.sample import Sample, SampleStatus, WeightSpan, copied
 
 __all__ = [
     "EVENT_KINDS",
+    "AttemptEnded",
+    "AttemptOutcome",
     "BatchAssembled",
     "BatchTrained",
     "ColumnMark",
@@ -54,6 +56,8 @@ __all__ = [
     "digest",
     "light",
 ]
+
+AttemptOutcome: TypeAlias = Literal["answered", "failed", "aborted"]
 
 ColumnMark: TypeAlias = tuple[int, int]
 """Length and CRC-32 of a column's little-endian bytes."""
@@ -211,7 +215,46 @@ class BatchTrained(_Known, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WeightsUpdated(_Known, frozen=True, kw_only=True, omit_defaults=True):
+    """What generates has other weights. The engine says so, or where none does, the version that training gave.
+
+    `rollout_id` is that of the batch that was handed out last.
+    """
+
     version: str
+    pause: str | None = None
+    """What became of requests that ran, in the engine's words. None, as in all that follows: no engine has said it."""
+    workers: list[str] = []
+    """Addresses of those that have the weights."""
+    missed_by: list[str] = []
+    """Addresses of those that do not; they generate nothing until they have."""
+    seconds: float | None = None
+    """From the pause until they went on."""
+
+
+class AttemptEnded(_Known, frozen=True, kw_only=True, omit_defaults=True):
+    """An engine is through with one of its requests to a worker; it may make several for one sample.
+
+    The request of a sample that nobody wants any more may end after its group, and after its rollout. A replay asks no
+    engine, and has none.
+    """
+
+    group_index: int | None = None
+    index: int | None = None
+    execution: int | None = None
+    stage: str | None = None
+    attempt: int
+    """1 and up, for each call of the engine."""
+    worker: str
+    """Its address."""
+    rid: str
+    """The request's name there."""
+    outcome: AttemptOutcome
+    """answered: by a whole reply. failed: no usable one came. aborted: given up before that, here or by the worker."""
+    error: str | None = None
+    """What was wrong, where it was not answered."""
+    tokens: int = 0
+    """That it brought, and that were kept: what comes in pieces counts although the attempt was not answered."""
+    seconds: float
 
 
 class UnknownEvent(EventHead, frozen=True, kw_only=True, omit_defaults=True):
@@ -233,13 +276,14 @@ KnownEvent: TypeAlias = (
     | BatchAssembled
     | BatchTrained
     | WeightsUpdated
+    | AttemptEnded
 )
 Event: TypeAlias = KnownEvent | UnknownEvent
 
 EVENT_KINDS: Mapping[str, type[Any]] = MappingProxyType(
     {cls.__struct_config__.tag: cls for cls in get_args(KnownEvent)}
 )
-"""The known kinds by name, in the order in which a rollout runs through them."""
+"""The known kinds by name. A log numbers its channels by their places here, so a new kind comes last."""
 
 
 # What events say about samples

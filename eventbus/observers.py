@@ -46,6 +46,8 @@ class EventHub:
         self._pushing: list[Any] = []  # observers that can be full
         self.hold: Callable[[Callable[[], Awaitable[None]]], None] | None = None
         """Holds the stream up until what it is given has been awaited."""
+        self.stop: Callable[[int, bool, Exception], None] | None = None
+        """Ends a rollout with an error."""
         self._seq = 0
         self._epoch_ns = 0  # of the loop's clock
         for observer in observers:
@@ -107,6 +109,15 @@ class EventHub:
             self.hold(self._drained)
         if first is not None:
             raise first
+
+    def report(self, kind: str, rollout_id: int, evaluation: bool, **fields: Any) -> None:
+        """As `emit`, for code that has no business with an observer's error: it ends the rollout, and is not raised."""
+        try:
+            self.emit(kind, rollout_id, evaluation, **fields)
+        except Exception as error:
+            if self.stop is None:
+                raise
+            self.stop(rollout_id, evaluation, error)
 
     def open(self) -> None:
         """From now on times are counted by the clock of the running loop: no clock that is set back disturbs their

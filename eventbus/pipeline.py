@@ -12,6 +12,7 @@ that ends. `eventbus.rollout` is where a batch comes about.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -24,6 +25,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from eventbus.batching import BatchSpec
+from eventbus.context import _hub
 from eventbus.group import Batch, EvalReport, TrainResult
 from eventbus.observers import EventHub, EventStream, Observer
 from eventbus.prompts import PromptSource
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from eventbus.sync import SyncPipeline
 
 __all__ = ["Pipeline", "RolloutIterator"]
+
+logger = logging.getLogger("rolloutbus")
 
 
 class Pipeline:
@@ -84,6 +88,10 @@ class Pipeline:
         self._rollouts: list[Rollout] = []
         self._iterator: RolloutIterator | None = None
         self._weight_version: str | None = None
+        self._engine_tells = False
+        """An engine has said that it has new weights: from then on only that counts."""
+        self._at = 0
+        """The rollout that events outside of any rollout belong to."""
         self._runtime: Runtime | None = None
         self._task_group: TaskGroup | None = None
 
@@ -103,17 +111,22 @@ class Pipeline:
                     await stack.enter_async_context(part)
                 else:
                     stack.enter_context(part)
+                if (listeners := getattr(part, "on_weights_updated", None)) is not None:
+                    listeners.append(self._weights_updated)
+                    stack.callback(listeners.remove, self._weights_updated)
             task_group = await stack.enter_async_context(_Workers())
+            context = copy_context()
+            context.run(_hub.set, self._hub)
             runtime = self._runtime = Runtime(
                 pool=WorkerPool(task_group),
                 hub=self._hub,
-                context=copy_context(),
+                context=context,
                 stages=self.stages,
                 waiting=self._waiting,
                 args=self._args,
                 next_execution=self._executions.__next__,
             )
-            self._hub.hold = runtime.pool.slice.hold
+            self._hub.hold, self._hub.stop = runtime.pool.slice.hold, self._stop
             if self._stall_after is not None:
                 stack.enter_context(Watchdog(runtime, self._rollouts, self._stall_after))
             self._task_group = task_group
@@ -133,7 +146,7 @@ class Pipeline:
                 stream.close()
             self._streams.clear()
             self._rollouts.clear()
-            self._task_group = self._runtime = self._iterator = self._hub.hold = None
+            self._task_group = self._runtime = self._iterator = self._hub.hold = self._hub.stop = None
 
     def _parts(self) -> list[Any]:
         """Observers, stages and engines that want to be opened and closed, each once."""
@@ -226,9 +239,24 @@ class Pipeline:
         result = result or TrainResult()
         version = result.weight_version
         self._hub.emit("batch_trained", batch_id, False, metrics=result.metrics, weight_version=version)
-        if version is not None and version != self._weight_version:
+        if version is not None and version != self._weight_version and not self._engine_tells:
             self._weight_version = version
             self._hub.emit("weights_updated", batch_id, False, version=version)
+
+    def _weights_updated(self, *, version: str, **how: Any) -> None:
+        """An engine has new weights: one of those that were opened here."""
+        said = not self._engine_tells and version == self._weight_version  # by `batch.trained`
+        self._engine_tells, self._weight_version = True, version
+        if not said:
+            self._hub.emit("weights_updated", self._at, False, version=version, **how)
+
+    def _stop(self, rollout_id: int, evaluation: bool, error: Exception) -> None:
+        """An observer has failed at an event of this rollout. Where that is over, those under way end in its place."""
+        rollouts = [each for each in self._rollouts if (each.id, each.evaluation) == (rollout_id, evaluation)]
+        for rollout in rollouts or self._rollouts:
+            rollout.stop(error)
+        if not self._rollouts:
+            logger.error("an observer failed when no rollout was under way: %r", error, exc_info=error)
 
 
 class RolloutIterator:
@@ -267,6 +295,7 @@ class RolloutIterator:
             self._acknowledge(self._delivered)
         if pipeline._iterator is not self:
             other, pipeline._iterator = pipeline._iterator, self
+            pipeline._at = self._next
             if other is not None:
                 await other._give_up()
         while not self._ended and len(self._open) <= self._ahead and (self._stop is None or self._next < self._stop):
@@ -290,6 +319,7 @@ class RolloutIterator:
             raise StopAsyncIteration
         batch._acknowledge = partial(pipeline._trained, batch.rollout_id)  # type: ignore[attr-defined]
         self._delivered = batch
+        pipeline._at = batch.rollout_id
         return batch
 
     def _acknowledge(self, batch: Batch) -> None:

@@ -32,7 +32,7 @@ import msgspec
 
 from eventbus.batching import BatchSpec, RolloutExhausted
 from eventbus.chain import SampleChain, settle_all
-from eventbus.context import RolloutContext, _current
+from eventbus.context import RolloutContext, _current, _hub
 from eventbus.events import digest
 from eventbus.group import Batch, Group, Summary, Verdict
 from eventbus.ledger import Ledger
@@ -168,6 +168,7 @@ class Rollout:
 
     async def run(self) -> None:
         """Fill the batch. Never raises but for a cancellation from outside: what went wrong is in `error`."""
+        _hub.set(self.runtime.hub)
         self.emit(
             "rollout_started",
             target=self.spec.groups,
@@ -630,11 +631,11 @@ class Rollout:
                 checkpoint = None if execution.lost else execution.checkpoint
                 execution.begin()
                 execution.checkpoint = checkpoint
-                if checkpoint is not None:
-                    sample = checkpoint[0]
+                if checkpoint is not None and checkpoint[0].status is SampleStatus.ABORTED:
+                    checkpoint[0].status = SampleStatus.PENDING
+            for sample in _what_it_has(execution):
+                if sample.response_length:
                     sample.metadata.setdefault("start_rollout_id", self.id)
-                    if sample.status is SampleStatus.ABORTED:
-                        sample.status = SampleStatus.PENDING
             resumption.executions.append(execution)
         self.runtime.waiting.add(resumption)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from eventbus.group import Batch, EvalReport
+from eventbus.group import Batch, EvalReport, TrainResult
 from eventbus.imports import optional_dependency
 from eventbus.prompts import PromptSource
 
@@ -69,7 +69,16 @@ class SyncPipeline:
                 batch = self.call(batches.__anext__)
             except StopAsyncIteration:
                 return
+            acknowledge = batch.__dict__["_acknowledge"]
+            batch._acknowledge = partial(self._acknowledge, acknowledge)  # type: ignore[attr-defined]
             yield batch
+
+    def _acknowledge(self, acknowledge: Callable[[TrainResult | None], None], result: TrainResult | None) -> None:
+        """`batch.trained`, from any thread: observers are called in the pipeline's."""
+        if self._portal is None or _running_loop() is not None:
+            acknowledge(result)
+        else:
+            self.call(acknowledge, result)
 
     def evaluate(
         self, prompts: PromptSource, *, rollout_id: int, sampling: Mapping[str, Any] = MappingProxyType({})

@@ -12,6 +12,7 @@ from middleware.judges import (
     reward_nonzero_std_with_fallback,
     truncation,
 )
+from middleware.offpolicy import mask_offpolicy
 from middleware.progress import Progress
 from middleware.recorder import Recorder
 from middleware.rewards import MathAnswer, RemoteReward, exact_match
@@ -36,6 +37,7 @@ __all__ = [
     "group_stage",
     "in_thread",
     "limit",
+    "mask_offpolicy",
     "repetition",
     "response_length",
     "retry",

@@ -25,6 +25,11 @@ class Engine(Protocol):
     - `async def abort(self, samples: Sequence[Sample]) -> None`: their `generate` returns what there is, with status
       ABORTED; done when the engine no longer works for them. A sample is known by its `rollout_id`.
     - `def tokenize(self, prompt) -> Sequence[int]`, sync or async: for samples that come without tokens.
+    - `on_weights_updated`, a list of functions: it calls each with the fields of `WeightsUpdated` when it has new
+      weights. A pipeline puts one there while it is open, where the engine is also a context manager; from the first
+      such call on, versions in a `TrainResult` no longer count as updates.
+
+    Each request that it makes for a sample it may tell to observers: `current_rollout().attempt_ended(...)`.
     """
 
     async def generate(self, sample: Sample, sampling: Mapping[str, Any]) -> Completion: ...
@@ -34,7 +39,8 @@ class Generate:
     """Has `engine` answer the sample and appends the answer to it.
 
     A sample that holds a part of its response goes on from there, with the budget (`max_new_tokens`) that is left; one
-    that is completed or truncated already passes unchanged.
+    that is completed or truncated already passes unchanged. `weight_versions` says which weights generated which part,
+    and the stage `mask_offpolicy` keeps the older ones out of the loss.
 
     :param sampling: sampling parameters for the engine; `Pipeline.evaluate(sampling=...)` changes single ones.
     """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from eventbus.testing import virtual_time
+from tests import sglang_real
 
 # `anyio_backend` is made anew for each test, not for each example: the examples of a test share its backend, which is
 # meant. A busy machine makes no test wrong.
@@ -26,6 +29,19 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     if request.node.get_closest_marker("virtual_time") is None:
         return name, {}
     return name, virtual_time(name)["backend_options"]
+
+
+@pytest.fixture(scope="session")
+def real_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two tiny models for SGLang that differ in their weights alone."""
+    return sglang_real.make_models(tmp_path_factory.mktemp("sglang") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def real_url(real_models: list[Path]) -> Iterator[str]:
+    """The one real server of a test run, with the first model. Who changes its weights or version puts them back."""
+    with sglang_real.server(real_models[0], "--sampling-mask-max-tokens", "64") as server:
+        yield server.url
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,6 +19,7 @@ import uuid
 from array import array
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from ssl import SSLContext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -123,19 +124,30 @@ class _Request:
         if self.spans[-1][0] != version:
             self.spans.append([version, len(self.tokens) - 1, 0])
         self.spans[-1][2] = len(self.tokens)
-        ends = {*(self.sampling.get("stop_token_ids") or ()), *(() if self.sampling.get("ignore_eos") else (EOS,))}
-        if token in ends:
+        ends = not self.sampling.get("ignore_eos") and token in {EOS, *(self.sampling.get("stop_token_ids") or ())}
+        if ends:
             self.finish = {"type": "stop", "matched": token}
         elif len(self.tokens) == self.budget:
             self.finish = {"type": "length", "length": self.budget}
 
 
 class FakeWorker:
-    """:param routed_experts: it was started with `--enable-return-routed-experts`."""
+    """:param routed_experts: it was started with `--enable-return-routed-experts`.
+    :param api_key: it was started with `--api-key`.
+    :param tls: it speaks TLS, as by `--ssl-certfile`.
+    """
 
     def __init__(
-        self, model: str = "fake-model", *, routed_experts: bool = False, model_info: dict[str, Any] | None = None
+        self,
+        model: str = "fake-model",
+        *,
+        routed_experts: bool = False,
+        model_info: dict[str, Any] | None = None,
+        api_key: str | None = None,
+        tls: SSLContext | None = None,
     ) -> None:
+        self.api_key = api_key
+        self.tls = tls
         self.model = model
         self.model_info = {"model_path": model, "tokenizer_path": model, "is_generation": True} | (model_info or {})
         self.routed_experts = routed_experts
@@ -152,6 +164,8 @@ class FakeWorker:
         self.weights = "initial"
         self.paused: str | None = None
         self.updating = False
+        self.groups: set[str] = set()
+        """Process groups for weights that it has joined."""
         self.released: set[str] = set()
         self.healthy = True
         self.crashed = False
@@ -178,7 +192,7 @@ class FakeWorker:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls is not None else ''}://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
         """Listen, again on the same port after `kill`."""
@@ -186,9 +200,10 @@ class FakeWorker:
         app.router.add_post("/generate", self._generate)
         for path, handler in self._endpoints().items():
             app.router.add_route("*", path, self._plain(handler))
+        app.router.add_route("*", "/{path:.*}", self._plain(lambda body: _not_found()))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=False, shutdown_timeout=0.01)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls).start()
         self.port = self._runner.addresses[0][1]
 
     async def kill(self) -> None:
@@ -235,13 +250,13 @@ class FakeWorker:
         body = json.loads(await http.read())
         self.received.append(Received("/generate", body, dict(http.headers)))
         self.changed()
-        if (answer := self._refusal("/generate")) is not None:
+        if (answer := self._refusal(http)) is not None:
             return answer
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, Status):
             return web.json_response({"error": {"message": fault.message}}, status=fault.status)
         if (wrong := self._wrong(body)) is not None:
-            return web.json_response({"error": {"message": wrong}}, status=400)
+            return web.json_response({"error": wrong}, status=400)
         if any(not 0 <= token < VOCABULARY for token in body["input_ids"]):
             self.crashed = True
             return _reset(http)
@@ -322,14 +337,15 @@ class FakeWorker:
         held = not self.slow or tuple(request.prompt) in self.slow
         return math.inf if self._allowance is None or not held else self._allowance
 
-    def _wrong(self, body: dict[str, Any]) -> str | None:
+    def _wrong(self, body: dict[str, Any]) -> str | dict[str, str] | None:
         for name in body.get("sampling_params") or {}:
             if name not in SAMPLING.split():
                 return f"unknown field {name!r}, expected one of {', '.join(SAMPLING.split())}"
         if not isinstance(body.get("input_ids"), list) or not body["input_ids"]:
-            return "Either text, input_ids or input_embeds should be provided."
+            return {"message": "Either text, input_ids or input_embeds should be provided."}
         if len(body["input_ids"]) > CONTEXT:
-            return f"The input ({len(body['input_ids'])} tokens) is longer than the model's context length ({CONTEXT})."
+            length = len(body["input_ids"])
+            return {"message": f"The input ({length} tokens) is longer than the model's context length ({CONTEXT})."}
         return None
 
     def _reply(self, request: _Request) -> dict[str, Any]:
@@ -361,8 +377,8 @@ class FakeWorker:
         meta |= {"cached_tokens_details": None, "dp_rank": None}
         if request.finish is not None:
             meta["e2e_latency"] = 0.01
-            if not body.get("stream"):
-                meta["response_sent_to_client_ts"] = 0.0
+        if len(tokens) == 1 or not body.get("stream"):  # the first event of a stream
+            meta["response_sent_to_client_ts"] = 0.0
         return {"text": text_of(tokens), "output_ids": list(tokens), "meta_info": meta}
 
     # Everything else
@@ -377,8 +393,8 @@ class FakeWorker:
             "/update_weights_from_disk": self._from_disk,
             "/update_weights_from_distributed": self._in_update,
             "/update_weights_from_tensor": self._in_update,
-            "/init_weights_update_group": lambda body: {"success": True, "message": "Succeeded to initialize."},
-            "/destroy_weights_update_group": lambda body: {"success": True, "message": "Succeeded to destroy."},
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
             "/begin_weight_update": lambda body: self._set_updating(True),
             "/end_weight_update": lambda body: self._set_updating(False),
             "/update_weight_version": self._version,
@@ -407,7 +423,7 @@ class FakeWorker:
             body = json.loads(data) if data else {}
             self.received.append(Received(http.path, body, dict(http.headers)))
             self.changed()
-            if (refusal := self._refusal(http.path)) is not None:
+            if (refusal := self._refusal(http)) is not None:
                 return refusal
             result = handler(body)
             self.changed()
@@ -415,10 +431,16 @@ class FakeWorker:
 
         return answer
 
-    def _refusal(self, path: str) -> web.Response | None:
-        if path not in self.refused:
+    def _refusal(self, http: web.Request) -> web.Response | None:
+        if (
+            self.api_key is not None
+            and http.headers.get("authorization") != f"Bearer {self.api_key}"
+            and not http.path.startswith("/health")
+        ):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if http.path not in self.refused:
             return None
-        status, text = self.refused[path]
+        status, text = self.refused[http.path]
         return web.Response(status=status, text=text, content_type="application/json")
 
     def _abort(self, body: dict[str, Any]) -> web.Response:
@@ -442,7 +464,22 @@ class FakeWorker:
     def _flush(self, body: dict[str, Any]) -> web.Response:
         if self.paused == "in_place" and self.running:
             return web.Response(status=400, text="Flush cache failed.\n")
-        return web.Response(text="Cache flushed.\n")
+        return web.Response(
+            text="Cache flushed.\nPlease check backend logs for more details. "
+            "(When there are running or waiting requests, the operation will not be performed.)\n"
+        )
+
+    def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.groups.add(body.get("group_name", "weight_update_group"))
+        return {"success": True, "message": "Succeeded to initialize."}
+
+    def _leave(self, body: dict[str, Any]) -> web.Response:
+        name = body.get("group_name", "weight_update_group")
+        if name not in self.groups:
+            refusal = {"success": False, "message": "The group to be destroyed does not exist."}
+            return web.json_response(refusal, status=400)
+        self.groups.remove(name)
+        return web.json_response({"success": True, "message": "Succeeded to destroy."})
 
     def _from_disk(self, body: dict[str, Any]) -> web.Response:
         if body["model_path"] == "nope":
@@ -475,6 +512,10 @@ class FakeWorker:
         return {"success": True, "message": "ok", "new_version": self.weight_version}
 
 
+def _not_found() -> web.Response:
+    return web.json_response({"detail": "Not Found"}, status=404)
+
+
 def _aborted() -> dict[str, Any]:
     return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
@@ -490,10 +531,16 @@ def _reset(http: web.Request) -> web.Response:
 
 
 class FakeRouter:
-    """Sends requests on to its workers in turn, without the fields that `drops` names; answers 404 to the rest."""
+    """Sends requests on to its workers in turn, without the fields that `drops` names; answers 404 to the rest.
+
+    It sees at once which of them are up, but sends to all that are registered.
+    """
 
     def __init__(self, *workers: FakeWorker, drops: Callable[[dict[str, Any]], list[str]]) -> None:
         self.workers = list(workers)
+        self.registered = {str(number): worker for number, worker in enumerate(workers)}
+        self.circuits_open = 0
+        """So many requests find the circuits of all workers open."""
         self.received: list[Received] = []
         self._drops = drops
         self._turn = 0
@@ -504,6 +551,9 @@ class FakeRouter:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/workers", self._list)
+        app.router.add_post("/workers", self._add)
+        app.router.add_get("/workers/{id}", self._one)
+        app.router.add_delete("/workers/{id}", self._remove)
         self._session = ClientSession()
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
@@ -524,14 +574,38 @@ class FakeRouter:
         for name in self._drops(body):
             owner, _, field = name.rpartition(".")
             del (body[owner] if owner else body)[field]
+        if self.circuits_open:
+            self.circuits_open -= 1
+            message = "No available workers (all circuits open or unhealthy)"
+            error = {"type": "Service Unavailable", "code": "no_available_workers", "message": message}
+            return web.json_response({"error": error}, status=503)
         self._turn += 1
-        worker = self.workers[self._turn % len(self.workers)]
+        registered = list(self.registered.values())
+        worker = registered[self._turn % len(registered)]
         try:
-            async with self._session.post(f"{worker.url}/generate", json=body) as response:
+            headers = {name: http.headers[name] for name in ("authorization",) if name in http.headers}
+            async with self._session.post(f"{worker.url}/generate", json=body, headers=headers) as response:
                 return web.Response(body=await response.read(), status=response.status, content_type="application/json")
         except ClientError as error:
             return web.json_response({"error": {"message": str(error)}}, status=502)
 
     async def _list(self, http: web.Request) -> web.Response:
-        workers = [{"id": str(i), "url": worker.url, "is_healthy": True} for i, worker in enumerate(self.workers)]
-        return web.json_response({"workers": workers, "total": len(workers)})
+        return web.json_response({"workers": list(map(self._shown, self.registered)), "total": len(self.registered)})
+
+    async def _one(self, http: web.Request) -> web.Response:
+        id = http.match_info["id"]
+        return web.json_response(self._shown(id)) if id in self.registered else web.Response(status=404)
+
+    async def _add(self, http: web.Request) -> web.Response:
+        url = (await http.json())["url"]
+        id = str(len(self.received) + 100)
+        self.registered[id] = next(worker for worker in self.workers if worker.url == url)
+        return web.json_response({"worker_id": id}, status=202)
+
+    async def _remove(self, http: web.Request) -> web.Response:
+        self.registered.pop(http.match_info["id"])
+        return web.Response(status=202)
+
+    def _shown(self, id: str) -> dict[str, Any]:
+        worker = self.registered[id]
+        return {"id": id, "url": worker.url, "is_healthy": worker._runner is not None}

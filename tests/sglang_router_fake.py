@@ -54,6 +54,7 @@ class RouterArgs:
     cb_success_threshold: int = 3
     disable_circuit_breaker: bool = False
     cache_threshold: float = 0.3
+    api_key: str | None = None
 
 
 def launch_router(args: RouterArgs) -> None:
@@ -91,9 +92,9 @@ class Server(ThreadingHTTPServer):
         self.changing = threading.Lock()
         super().__init__((args.host, args.port), Handler)
         for url in args.worker_urls:
-            self.add(url)
+            self.add(url, args.api_key)
 
-    def add(self, url: str) -> str:
+    def add(self, url: str, api_key: str | None) -> str:
         with self.changing:
             for id, worker in self.workers.items():
                 if worker["url"] == url:
@@ -101,14 +102,15 @@ class Server(ThreadingHTTPServer):
                     return id
             id = str(uuid.uuid4())
             self.workers[id] = {"url": url, "is_healthy": False, "job_status": job("AddWorker", "processing")}
-        threading.Thread(target=self.register, args=[id, url], daemon=True).start()
+        threading.Thread(target=self.register, args=[id, url, api_key], daemon=True).start()
         return id
 
-    def register(self, id: str, url: str) -> None:
+    def register(self, id: str, url: str, api_key: str | None) -> None:
         message = FAULTS.get("fails")
         while message is None and id in self.workers:
             try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+                with urllib.request.urlopen(urllib.request.Request(f"{url}/model_info", headers=headers), timeout=5):
                     self.workers[id] = {"url": url, "is_healthy": True}
                     return
             except OSError:
@@ -121,6 +123,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         workers = self.server.workers
+        if self.barred():
+            return
         if self.path == "/workers":
             listed = [{"id": id, **worker} for id, worker in workers.items() if worker["is_healthy"]]
             self.answer(200, {"workers": listed, "total": len(listed)})
@@ -133,18 +137,29 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.barred():
+            return
         if self.path == "/exit":
             say("the disk is on fire")
             os._exit(body["code"])
-        self.answer(202, {"status": "accepted", "worker_id": self.server.add(body["url"])})
+        self.answer(202, {"status": "accepted", "worker_id": self.server.add(body["url"], body.get("api_key"))})
 
     def do_DELETE(self) -> None:
+        if self.barred():
+            return
         id = self.path.removeprefix("/workers/")
         if "clings" in FAULTS:
             self.server.workers[id]["job_status"] = job("RemoveWorker", "failed", FAULTS["clings"])
         elif not FAULTS.get("keeps"):
             self.server.workers.pop(id)
         self.answer(202, {"status": "accepted", "worker_id": id})
+
+    def barred(self) -> bool:
+        key = self.server.args.api_key
+        if key is None or self.headers["authorization"] == f"Bearer {key}":
+            return False
+        self.answer(401, {})
+        return True
 
     def answer(self, status: int, body: dict[str, Any]) -> None:
         data = json.dumps(body).encode()

@@ -3,12 +3,15 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eventbus.batching import BatchSpec
 from eventbus.columns import LogProbs, LossMask, Tokens
+from eventbus.context import current_rollout
 from eventbus.events import (
     EVENT_KINDS,
     EventHead,
@@ -19,8 +22,12 @@ from eventbus.events import (
     light,
 )
 from eventbus.group import Batch, Group, Summary, Verdict
-from eventbus.sample import Sample, SampleStatus
+from eventbus.pipeline import Pipeline
+from eventbus.sample import Completion, Sample, SampleStatus
+from eventbus.testing import run_stage, virtual_time
 from eventbus.wire import WireError
+from middleware import Generate
+from tests.streams import Log, some
 
 HEAD: dict[str, Any] = {"seq": 4, "time_ns": 5, "rollout_id": 6, "evaluation": False}
 
@@ -50,6 +57,7 @@ def test_the_kinds_in_the_order_of_a_rollout() -> None:
         "batch_assembled",
         "batch_trained",
         "weights_updated",
+        "attempt_ended",
     ]
 
 
@@ -67,6 +75,69 @@ def test_events_are_frozen() -> None:
     event = RolloutStarted(**HEAD, target=1, group_size=1)
     with pytest.raises(AttributeError, match="immutable"):
         event.seq = 5  # type: ignore[misc]
+
+
+# Attempts of an engine
+
+
+class Asked:
+    """An engine, and a filter that asks it."""
+
+    async def generate(self, sample: Sample, sampling: Any) -> Completion:
+        self.attempt()
+        return Completion("a", [1], [-0.5])
+
+    async def choose(self, group: Group, *, remaining: int, target: int) -> None:
+        self.attempt()
+
+    def attempt(self) -> None:
+        current_rollout().attempt_ended(attempt=1, worker="w", rid="r", outcome="answered", seconds=0.5)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_an_engine_tells_its_attempts_to_the_pipeline_that_asks_it(backend: str) -> None:
+    engine = Asked()
+    log, other = Log("attempt_ended"), Log("group_ended")
+
+    async def main() -> None:
+        stages = [Generate(engine), engine.choose]
+        for observer in (log, other):
+            pipeline = Pipeline(some(1), stages, BatchSpec(groups=1), observers=[observer], stall_after=None)
+            async with pipeline:
+                await anext(pipeline.rollouts(start=3))
+
+    anyio.run(main, **virtual_time(backend))
+    assert [(event.stage, event.group_index, event.index, event.execution) for event in log.events] == [
+        ("Generate", 0, 0, 0),
+        ("Generate", 0, 1, 1),
+        ("choose", 0, None, None),
+    ]
+    assert {event.rollout_id for event in log.events} == {3}
+    assert [event.seq for event in other.events] == [0]
+
+
+def test_an_attempt_outside_of_a_pipeline_is_told_to_nobody() -> None:
+    async def stage(sample: Sample) -> None:
+        Asked().attempt()
+
+    assert anyio.run(run_stage, stage, Sample(index=1)).index == 1
+
+
+def test_an_observer_that_fails_at_an_attempt_ends_the_rollout() -> None:
+    class Full:
+        kinds = ("attempt_ended",)
+
+        def observe(self, event: Any) -> None:
+            raise OSError("the disk is full")
+
+    async def main() -> None:
+        pipeline = Pipeline(some(1), [Generate(Asked())], BatchSpec(1), observers=[Full()], stall_after=None)
+        async with pipeline:
+            with pytest.raises(OSError, match="the disk is full") as caught:
+                await anext(pipeline.rollouts())
+            assert caught.value.__notes__ == ["raised by the observer Full at event 0 (attempt_ended)"]
+
+    anyio.run(main, **virtual_time("asyncio"))
 
 
 # Light samples

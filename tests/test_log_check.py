@@ -6,7 +6,7 @@ import io
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eventbus.batching import BatchSpec, RolloutExhausted
+from eventbus.context import current_rollout
 from eventbus.events import EVENT_KINDS, GroupEnded, UnknownEvent, WeightsUpdated
 from eventbus.group import Group, TrainResult, Verdict
 from eventbus.log.inspect import Checker, check, diff, waste, why
 from eventbus.log.inspect.export import write_trace
 from eventbus.log.inspect.show import why_lines
 from eventbus.pipeline import Pipeline
-from eventbus.sample import Sample
+from eventbus.sample import Completion, Sample
 from eventbus.stage import DeclaredStage, Drop, Dropped
 from eventbus.testing import virtual_time
 from middleware import DynamicFilter, FilterDecision, Generate
@@ -71,6 +72,26 @@ def record(
 
     anyio.run(main, **virtual_time(backend))
     return log
+
+
+class Retrying:
+    """An engine that answers sample 1 at its second attempt, and the others at once."""
+
+    async def generate(self, sample: Sample, sampling: Mapping[str, Any]) -> Completion:
+        place = current_rollout()
+        attempts = 1 + (sample.index == 1)
+        if attempts > 1:
+            await anyio.sleep(2)
+            place.attempt_ended(
+                attempt=1, worker="http://a", rid="r-1", outcome="failed", error="http://a answered 500", seconds=2.0
+            )
+        await anyio.sleep(1)
+        place.attempt_ended(attempt=attempts, worker="http://b", rid="r-2", outcome="answered", tokens=3, seconds=1.0)
+        return Completion("abc", [1, 2, 3], [-0.5] * 3)
+
+
+def retried() -> Events:
+    return record([Generate(Retrying()), rewarded([1.0])], BatchSpec(1)).events
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +148,7 @@ def test_a_stream_passes_at_every_prefix(data: st.DataObject, backend: str) -> N
                     async for _ in pipeline.rollouts(stop=stop, ahead=ahead):
                         pass
                     await pipeline.evaluate(some(2), rollout_id=stop)
-                except RolloutExhausted:
+                except (RolloutExhausted, ExceptionGroup):  # more samples failed than it tolerates
                     pass
 
     anyio.run(main, **virtual_time(backend))
@@ -264,7 +285,7 @@ def test_what_is_lost_doubled_or_moved_is_found_by_its_number(data: st.DataObjec
             try:
                 async for _ in pipeline.rollouts(stop=2):
                     pass
-            except RolloutExhausted:
+            except (RolloutExhausted, ExceptionGroup):  # more samples failed than it tolerates
                 pass
 
     anyio.run(main, **virtual_time("asyncio"))
@@ -293,7 +314,7 @@ def test_what_the_ledger_needs_is_missed_also_where_the_numbers_fit(data: st.Dat
             try:
                 async for _ in pipeline.rollouts(stop=2):
                     pass
-            except RolloutExhausted:
+            except (RolloutExhausted, ExceptionGroup):  # more samples failed than it tolerates
                 pass
 
     anyio.run(main, **virtual_time("asyncio"))
@@ -568,4 +589,32 @@ def test_an_end_without_a_beginning() -> None:
 
 def test_every_kind_is_known_to_the_checker(simple: Whole) -> None:
     """A new kind of event needs a rule, or to be passed over on purpose."""
-    assert set(map(kind_of, simple.events)) | {"stage_failed"} == set(EVENT_KINDS)
+    assert set(map(kind_of, simple.events)) | {"stage_failed", "attempt_ended"} == set(EVENT_KINDS)
+
+
+def test_a_carried_group_may_have_been_made_smaller() -> None:
+    def halve(group: Group) -> Group:
+        return Group(group.index, group.prompt, group.executions[:1])
+
+    events = record([Generate(engine()), halve], BatchSpec(1, over_sampling=2, surplus="carry"), stop=2).events
+    carried = next(event for event in events if kind_of(event) == "group_completed" and event.at)
+    assert len(carried.samples) == 1
+    assert not texts(events)
+
+
+def test_attempts_break_no_rule_wherever_they_end() -> None:
+    events = retried()
+    assert [event.outcome for event in events if kind_of(event) == "attempt_ended"] == [
+        "answered",
+        "failed",
+        "answered",
+    ]
+    assert not texts(events)
+    late = next(event for event in events if kind_of(event) == "attempt_ended")
+    assert not texts([*events, msgspec.structs.replace(late, seq=events[-1].seq + 1, outcome="aborted")])
+
+
+def test_an_engine_may_have_new_weights_at_any_time(simple: Whole) -> None:
+    version = WeightsUpdated(seq=0, time_ns=0, rollout_id=3, version="v", workers=["http://a"])
+    assert not texts([version])
+    assert not texts([version, *(msgspec.structs.replace(event, seq=event.seq + 1) for event in simple.events)])

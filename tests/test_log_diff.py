@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eventbus.batching import BatchSpec
-from eventbus.events import UnknownEvent
+from eventbus.events import UnknownEvent, WeightsUpdated
 from eventbus.log.inspect import DiffReport, diff
 from eventbus.log.inspect.show import diff_lines
 from eventbus.sample import Sample
 from middleware import Generate
 from tests.streams import engine, rewarded, strict
-from tests.test_log_check import Events, at, changed, record
+from tests.test_log_check import Events, at, changed, record, retried
 
 
 def run(
@@ -137,6 +137,17 @@ def test_many_differences_are_cut() -> None:
     shown = text(diff(*many))
     assert "... and 20 groups with other rewards more" in shown
     assert len(shown.splitlines()) < 60
+
+
+def test_attempts_and_workers_of_an_engine_do_not_count() -> None:
+    events = retried()
+    assert diff(events, [event for event in events if event.kind != "attempt_ended"]).same
+    updates = [
+        WeightsUpdated(seq=0, time_ns=0, rollout_id=0, version="7", pause="retract", workers=[url], seconds=seconds)
+        for url, seconds in (("http://a", 1.0), ("http://b", 2.0))
+    ]
+    assert diff(updates[:1], updates[1:]).same
+    assert not diff(updates[:1], [msgspec.structs.replace(updates[0], pause="abort")]).same
 
 
 def test_arrays_in_metadata_are_compared_by_content() -> None:

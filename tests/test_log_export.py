@@ -27,7 +27,7 @@ from eventbus.log.inspect.export import json_value, write_jsonl, write_trace
 from eventbus.sample import Sample, SampleStatus, WeightSpan
 from middleware import Generate
 from tests.streams import engine, rewarded, strict
-from tests.test_log_check import Whole, record
+from tests.test_log_check import Whole, record, retried
 
 
 @pytest.fixture(scope="module")
@@ -330,3 +330,13 @@ def test_fanned_out_and_numberless_samples_can_be_imported() -> None:
     completed = [each for each in shown if each.event.kind == "group_completed"]
     assert [list(map(len, each.samples or [])) for each in completed] == [[2, 1], [1], [1], [1]]
     assert check([each.event for each in shown]).violations == []
+
+
+def test_a_trace_marks_the_attempts_that_failed() -> None:
+    out = io.StringIO()
+    write_trace(retried(), out)
+    trace = json.loads(out.getvalue())
+    entries = trace["traceEvents"] if isinstance(trace, dict) else trace
+    [mark] = [entry for entry in entries if entry["name"].startswith("attempt")]
+    assert mark["name"] == "attempt failed at http://a"
+    assert mark["args"]["error"] == "http://a answered 500"

@@ -82,7 +82,7 @@ def test_by_kind(log: LogReader) -> None:
 
 
 def test_a_kind_that_does_not_exist(log: LogReader) -> None:
-    with pytest.raises(ValueError, match="no event kind 'group_juged'; there are batch_assembled, batch_trained"):
+    with pytest.raises(ValueError, match="no event kind 'group_juged'; there are attempt_ended, batch_assembled"):
         log.events("group_juged")
 
 

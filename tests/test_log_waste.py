@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from eventbus.testing import virtual_time
 from middleware import DynamicFilter, FilterDecision, Generate
 from tests.streams import Log, endless, engine, rewarded, some, strict
 from tests.test_invariants import BACKENDS, stream
-from tests.test_log_check import record
+from tests.test_log_check import record, retried
 
 
 def lost(report: WasteReport) -> dict[str, tuple[int, int]]:
@@ -185,6 +186,19 @@ def test_the_prompts_that_lost_most_come_first_and_no_more_than_asked() -> None:
     assert max(map(len, lines)) <= 80
     assert any(line.startswith('group 5 "prompt 5"') for line in lines)
     assert any("lost, dropped: bad" in line and "75.0%" in line for line in lines)
+
+
+def test_attempts_that_brought_nothing_are_counted_by_worker() -> None:
+    events = retried()
+    report = waste(events)
+    assert report.attempts == {"http://a": (1, 2.0)}
+    assert (report.used.tokens, report.tokens_lost) == (6, 0)
+    lines = [line.plain for line in waste_lines(report)]
+    assert lines[-2].startswith("attempts that brought nothing, at")
+    assert lines[-1].split() == ["http://a", "1", "2.00"]
+    attempt = next(event for event in events if event.kind == "attempt_ended" and event.outcome == "failed")
+    for fields in ({"tokens": 2}, {"evaluation": True}):  # it brought something; nothing of an evaluation is lost
+        assert not waste([msgspec.structs.replace(attempt, **fields)]).attempts
 
 
 def test_nothing_recorded_is_nothing_lost() -> None:

@@ -23,7 +23,7 @@ from eventbus.stage import DeclaredStage, Drop
 from eventbus.testing import virtual_time
 from middleware import DynamicFilter, FilterDecision, Generate
 from tests.streams import Log, endless, engine, rewarded, some, strict
-from tests.test_log_check import record
+from tests.test_log_check import record, retried
 
 
 def text(lineage: Lineage) -> str:
@@ -268,3 +268,32 @@ def test_odd_values_do_not_break_it() -> None:
     assert "metadata.[red]" in shown
     assert "reward.form: - -> 1" in shown or "reward: None" in shown
     assert msgspec.json.encode(why(newer, "group:0").chapters[0].outcome) == b'"kept"'
+
+
+def test_the_attempts_of_an_engine_are_told() -> None:
+    events = retried()
+    lineage = why(events, "sample:1")
+    steps = lineage.chapters[0].executions[1].steps
+    assert [step.kind for step in steps] == ["attempted", "attempted", "applied", "generated", "applied"]
+    failed, answered = steps[:2]
+    assert (failed.outcome, failed.asked, failed.error) == ("failed", "http://a", "http://a answered 500")
+    assert (answered.outcome, answered.attempts, answered.tokens) == ("answered", 2, 3)
+    shown = text(lineage)
+    for part in (
+        "Generate         attempt 1 failed after 2.00 s",
+        "worker: http://a\n",
+        'error: "http://a answered 500"',
+        "Generate         attempt 2 answered after 1.00 s, 3 tokens",
+    ):
+        assert part in shown
+    sibling = text(why(events, "sample:0"))
+    assert "attempt 1 failed" in sibling  # out of the ordinary
+    assert sibling.count("answered after") == 1  # but not this one of the sibling
+
+
+def test_an_attempt_that_ends_after_its_group_is_told() -> None:
+    events = retried()
+    last = next(event for event in reversed(events) if event.kind == "attempt_ended")
+    late = msgspec.structs.replace(last, seq=events[-1].seq + 1, outcome="aborted", error="cancelled")
+    steps = why([*events, late], "sample:1").chapters[0].executions[1].steps
+    assert (steps[-1].kind, steps[-1].error) == ("attempted", "cancelled")

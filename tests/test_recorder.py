@@ -286,7 +286,7 @@ async def test_a_full_disk_ends_the_rollout(path: Path, monkeypatch: pytest.Monk
 async def test_a_full_disk_does_not_end_the_run_that_goes_on(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(container_module, "os", FullDisk(40_000))
+    monkeypatch.setattr(container_module, "os", FullDisk(50_000))
     witness, recorder = Witness(), Recorder(path, on_error="continue")
     pipeline = small_pipeline(witness, recorder)
     taken = 0

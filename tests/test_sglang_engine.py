@@ -8,11 +8,13 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from ssl import Purpose, create_default_context
 from typing import Any
 
 import anyio
 import pytest
 import pytest_asyncio
+import trustme
 
 from backends.sglang import RequestRefused, SGLangEngine, SGLangRouter, WorkersUnavailable
 from backends.sglang.request import sibling_seed
@@ -25,12 +27,16 @@ from eventbus import (
     LogReader,
     Pipeline,
     Prompts,
+    Replay,
     Sample,
     SampleStatus,
     TrainResult,
     WeightSpan,
 )
 from eventbus.config import load_plan
+from eventbus.events import AttemptEnded
+from eventbus.log import inspect
+from eventbus.log.inspect.show import why_lines
 from eventbus.testing import run_stage
 from middleware import (
     DynamicFilter,
@@ -54,6 +60,7 @@ from tests.sglang_fake import (
     log_prob,
     text_of,
 )
+from tests.streams import Log
 
 pytestmark = pytest.mark.asyncio
 
@@ -296,7 +303,7 @@ async def test_a_sample_without_tokens_says_to_add_tokenize(worker: FakeWorker) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give one of url, urls=.* and router="),
+        ({}, "give one of url, urls=.*, router= and in_process="),
         ({"url": "http://a", "urls": ["http://b"]}, "give one of"),
         ({"url": "localhost:30000"}, "'localhost:30000' is no address"),
         ({"url": "http://a", "attempts": 0}, "attempts is 0, it must be at least 1"),
@@ -441,7 +448,7 @@ async def test_a_request_whose_reply_is_lost_is_aborted_before_it_is_sent_again(
             worker.allow(None)
     check(answer.result())
     first, second = (body["rid"] for body in worker.bodies())
-    assert worker.paths() == ["/generate", "/abort_request", "/generate"]
+    assert worker.paths() == ["/generate", "/abort_request", "/model_info", "/generate"]
     assert worker.bodies("/abort_request") == [{"rid": first}]
     assert first != second
 
@@ -457,6 +464,24 @@ async def test_a_slow_attempt_is_given_up_and_aborted(worker: FakeWorker, stream
     check(answer.result())
     assert "no answer within timeout=0.05 s" in answer.result().meta["failed_attempts"][0]
     assert not worker.running
+
+
+async def test_a_second_reply_after_a_retry_is_not_read(two: tuple[FakeWorker, FakeWorker]) -> None:
+    """The worker that was given up answers all the same: one sample, and the other answer is waste."""
+    late, prompt = two
+    late.refused["/abort_request"] = (200, "")  # it is deaf
+    late.allow(LENGTH - 1)
+    async with engine_of(late, prompt, timeout=0.05) as engine:
+        completion = await engine.generate(sample_of(), SAMPLING)
+        check(completion)
+        late.allow(None)
+        await late.until(lambda: late.finished)
+        assert late.finished == {"length": 1}
+        assert prompt.finished == {"length": 1}
+        assert (engine.wasted, len(completion.meta["failed_attempts"])) == (1, 1)
+        [first], [second] = late.bodies(), prompt.bodies()
+        assert first["rid"] != second["rid"]
+        assert late.bodies("/abort_request") == [{"rid": first["rid"]}]
 
 
 @BOTH
@@ -484,10 +509,11 @@ async def test_a_restarted_worker_is_asked_again(worker: FakeWorker) -> None:
     async with engine_of(worker, attempts=10_000) as engine:
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
-            while engine.wasted < 3:
+            while engine._direct.failures < 3:
                 await asyncio.sleep(0)
             await worker.start()
     check(answer.result())
+    assert engine.wasted == 1  # looking whether it is back costs no attempt
 
 
 async def test_when_all_workers_are_down_the_error_names_the_last_failure(two: tuple[FakeWorker, FakeWorker]) -> None:
@@ -536,6 +562,150 @@ async def test_attempts_are_counted_in_the_context(worker: FakeWorker) -> None:
     async with Watched(worker.url, backoff=1e-4) as engine:
         await run_stage(Generate(engine, SAMPLING), sample_of(), rollout_id=0)
     assert seen == [3]
+
+
+# Attempts as events
+
+
+async def attempts_of(engine: SGLangEngine, count: int = 1, *stages: Any, **options: Any) -> list[AttemptEnded]:
+    """Of a pipeline that asks the engine for `count` samples."""
+    log = Log("attempt_ended")
+    pipeline = Pipeline(
+        Prompts(["x"] * count, group_size=1),
+        [Tokenize(lambda prompt: PROMPT), *stages, Generate(engine, SAMPLING)],
+        BatchSpec(groups=count),
+        observers=[log],
+        **options,
+    )
+    async with pipeline:
+        await anext(pipeline.rollouts(start=5))
+    return log.events
+
+
+async def test_every_attempt_is_an_event(worker: FakeWorker) -> None:
+    worker.faults.extend([Status(500, "injected"), Edit(lambda reply: b"{not json")])
+    first, second, third = await attempts_of(engine_of(worker))
+    for number, event in enumerate([first, second, third], start=1):
+        assert (event.rollout_id, event.group_index, event.index, event.execution) == (5, 0, 0, 0)
+        assert (event.stage, event.attempt, event.worker) == ("Generate", number, worker.url)
+        assert event.seconds > 0
+    assert [event.rid for event in (first, second, third)] == [body["rid"] for body in worker.bodies()]
+    assert (first.outcome, first.error) == ("failed", f"{worker.url}/generate answered 500: injected")
+    assert second.outcome == "failed"
+    assert "it begins with b'{not json'" in (second.error or "")
+    assert (third.outcome, third.error) == ("answered", None)
+    assert [event.tokens for event in (first, second, third)] == [0, 0, LENGTH]
+
+
+async def test_an_attempt_that_broke_says_what_it_brought(worker: FakeWorker) -> None:
+    worker.faults.append(Reset(after=3))
+    broken, answered = await attempts_of(engine_of(worker, stream=True))
+    assert broken.outcome == "failed"
+    assert broken.tokens + answered.tokens == LENGTH
+    assert broken.tokens == LENGTH - worker.bodies()[1]["sampling_params"]["max_new_tokens"]
+
+
+async def test_an_attempt_that_is_refused_is_an_event(worker: FakeWorker) -> None:
+    worker.refused["/generate"] = (400, '{"error": {"message": "no such adapter"}}')
+    log = Log("attempt_ended")
+    pipeline = Pipeline(
+        Prompts(["x"], group_size=1),
+        [Tokenize(lambda prompt: PROMPT), Generate(engine_of(worker), SAMPLING)],
+        BatchSpec(groups=1, max_failures=0),
+        observers=[log],
+    )
+    with pytest.raises(ExceptionGroup):
+        async with pipeline:
+            await anext(pipeline.rollouts())
+    [event] = log.events
+    assert event.outcome == "failed"
+    assert "answered 400: no such adapter" in event.error
+
+
+async def test_attempts_that_are_given_up_are_events(worker: FakeWorker) -> None:
+    """By a time-out, and by the rollout that has enough."""
+    worker.allow(3)
+    log = Log("attempt_ended")
+    pipeline = Pipeline(
+        Prompts((f"{n}" for n in range(2)), group_size=1),
+        [Tokenize(lambda prompt: [5, 6, 10 + int(prompt)]), timeout(Generate(engine_of(worker), SAMPLING), 1000.0)],
+        BatchSpec(groups=1, over_sampling=2, unfinished="cancel"),
+        observers=[log],
+    )
+    async with pipeline:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.rollouts(stop=1).__anext__())
+            await started(worker, 3, 2)
+            worker.slow.add((5, 6, 11))
+            worker.changed()
+    answered, aborted = log.events
+    assert (answered.index, answered.outcome) == (0, "answered")
+    assert (aborted.index, aborted.outcome, aborted.error, aborted.tokens) == (1, "aborted", None, 3)
+
+
+async def test_an_attempt_that_is_cancelled_is_an_event(worker: FakeWorker) -> None:
+    worker.allow(3)
+    log = Log("attempt_ended")
+    pipeline = Pipeline(
+        Prompts(["x"], group_size=1),
+        [Tokenize(lambda prompt: PROMPT), Generate(engine_of(worker), SAMPLING)],
+        BatchSpec(groups=1),
+        observers=[log],
+    )
+    async with pipeline:
+        task = asyncio.create_task(pipeline.rollouts(stop=1).__anext__())
+        await started(worker, 3)
+    with pytest.raises(RuntimeError, match="its pipeline was left"):
+        await task
+    [event] = log.events
+    assert (event.outcome, event.error, event.tokens) == ("aborted", "cancelled", 0)
+
+
+async def test_what_pauses_by_aborting_shows_in_the_attempts(worker: FakeWorker) -> None:
+    worker.allow(3)
+    engine = engine_of(worker)
+    async with engine, asyncio.TaskGroup() as tasks:
+        attempts = tasks.create_task(attempts_of(engine))
+        await started(worker, 3)
+        await engine.pause("abort")
+        await engine.resume()
+        worker.allow(None)
+    aborted, answered = attempts.result()
+    assert (aborted.outcome, aborted.tokens) == ("aborted", 3)
+    assert aborted.error == f"{worker.url} aborted the request, and nobody here had asked for it"
+    assert (answered.outcome, answered.tokens) == ("answered", LENGTH - 3)
+
+
+async def test_a_recorded_run_tells_its_attempts(two: tuple[FakeWorker, FakeWorker], tmp_path: Path) -> None:
+    """kill -9 of a worker in mid-rollout: the log shows the retries, keeps all its rules, and can be replayed."""
+    for worker in two:
+        worker.allow(4)
+    engine = engine_of(*two)
+    pipeline = Pipeline(
+        Prompts((f"{n}" for n in range(4)), group_size=2),
+        [Tokenize(lambda prompt: [5, 6, 10 + int(prompt)]), Generate(engine, SAMPLING)],
+        BatchSpec(groups=4),
+        observers=[Recorder(tmp_path / "run.mcap")],
+    )
+    async with pipeline, asyncio.TaskGroup() as tasks:
+        batch = tasks.create_task(pipeline.rollouts(stop=1).__anext__())
+        for worker in two:
+            await started(worker, 4, 4)
+        await two[0].kill()
+        two[1].allow(None)
+    with LogReader(tmp_path / "run.mcap") as log:
+        ended = [event for event in log.events("attempt_ended") if isinstance(event, AttemptEnded)]
+        failed = [event for event in ended if event.outcome == "failed"]
+        assert len(failed) == 4
+        assert inspect.check(log.events(), samples=log.samples).ok
+        told = "\n".join(line.plain for line in why_lines(inspect.why(log, f"sample:{failed[0].index}")))
+        assert "Generate         attempt 1 failed after" in told
+        assert f"worker: {two[0].url}" in told
+        assert "attempt 2 answered after" in told
+        report = inspect.waste(log.events())
+        assert (report.attempts[two[0].url][0], report.tokens_lost) == (4, 0)
+        assert report.used.tokens == sum(sample.response_length for sample in batch.result().samples)
+        assert Replay(log, pipeline.stages).verify().same
 
 
 # Abort and cancellation
@@ -772,21 +942,237 @@ async def test_memory_is_released_and_resumed_by_tag(two: tuple[FakeWorker, Fake
         assert [worker.released for worker in two] == [{"kv_cache"}] * 2
 
 
-async def test_all_workers_are_asked_also_when_one_is_dead(two: tuple[FakeWorker, FakeWorker]) -> None:
-    await two[0].kill()
-    async with engine_of(*two) as engine:
+async def test_a_worker_that_is_down_is_left_out(
+    two: tuple[FakeWorker, FakeWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    down, up = two
+    await down.kill()
+    async with engine_of(*two, backoff=1000.0) as engine:
+        await engine.pause()
+        await engine.release_memory(["kv_cache"])
+        await engine.resume_memory(["kv_cache"])
+        await engine.resume()
+        assert await engine.workers() == [up.url]
+    assert up.paths() == [
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/continue_generation",
+    ]
+    [message] = caplog.messages  # known from then on
+    assert message.startswith(f"worker {down.url} is left out: {down.url}/pause_generation: Cannot connect")
+
+
+async def test_when_no_worker_is_up_that_is_an_error(two: tuple[FakeWorker, FakeWorker]) -> None:
+    for worker in two:
+        await worker.kill()
+    async with engine_of(*two, backoff=1000.0) as engine:
         with pytest.raises(WorkersUnavailable, match=f"{two[0].url}/pause_generation: Cannot connect"):
+            await engine.pause()
+        with pytest.raises(WorkersUnavailable, match="/pause_generation: Cannot connect"):
+            await engine.update_weights_from_disk("/checkpoints/7", "7")
+        assert engine.weight_version is None
+
+
+async def test_a_worker_that_fails_to_pause_is_an_error(two: tuple[FakeWorker, FakeWorker]) -> None:
+    two[0].refused["/pause_generation"] = (500, "no")
+    async with engine_of(*two) as engine:
+        with pytest.raises(WorkersUnavailable, match=f"{two[0].url}/pause_generation answered 500: no"):
             await engine.pause()
     assert two[1].paused == "retract"
 
 
-async def test_an_update_that_a_dead_worker_prevents_lets_the_others_go_on(two: tuple[FakeWorker, FakeWorker]) -> None:
-    await two[0].kill()
+async def generated(engine: SGLangEngine, count: int, first: int = 100) -> None:
+    for number in range(first, first + count):
+        check(await engine.generate(sample_of(rollout_id=number), SAMPLING))
+
+
+async def test_a_worker_that_is_down_for_good_costs_no_further_attempts(two: tuple[FakeWorker, FakeWorker]) -> None:
+    down, up = two
+    await down.kill()
+    async with engine_of(down, up) as engine:
+        await generated(engine, 20)
+        while engine._direct.failures < 3:  # it was looked at again and again
+            await asyncio.sleep(0)
+            engine._direct.look()
+        await generated(engine, 20, 200)
+    assert engine.wasted == 1
+    assert len(up.bodies()) == 40
+
+
+async def test_a_worker_that_missed_an_update_loads_it_when_it_is_back(
+    two: tuple[FakeWorker, FakeWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    down, up = two
+    await down.kill()
+    async with engine_of(down, up) as engine:
+        await engine.update_weights_from_disk("/checkpoints/7", "7", "in_place")
+        assert engine.weight_version == "7"
+        assert (up.weights, up.paused) == ("/checkpoints/7", None)
+        assert f"worker {down.url} has missed the weights '7': it gets no samples until it has them" in caplog.text
+        await down.start()
+        while down.weights != "/checkpoints/7":
+            await generated(engine, 1)
+        await generated(engine, 20, 200)
+    assert down.paths("/generate")[-3:] == ["/model_info", "/update_weights_from_disk", "/model_info"]
+    [loaded] = down.bodies("/update_weights_from_disk")
+    assert loaded == {
+        "weight_version": "7", "flush_cache": True, "model_path": "/checkpoints/7", "load_format": None
+    }  # fmt: skip
+    assert down.bodies()  # in use again
+    assert f"worker {down.url} has the weights 'default', not '7': it loads /checkpoints/7" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["tensors", "name", "two files"])
+async def test_weights_that_are_no_checkpoint_cannot_be_loaded_later(
+    two: tuple[FakeWorker, FakeWorker], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    down, up = two
+    await down.kill()
+    async with engine_of(down, up) as engine:
+        async with engine.updating_weights("7") as update:
+            if how == "tensors":
+                await update.from_tensors(["aGk="])
+            elif how == "two files":
+                await update.from_disk("/a")
+                await update.from_disk("/b")
+            assert update.workers == [up.url]
+        await down.start()
+        while engine._direct.failures < 3:
+            await generated(engine, 1)
+        assert not down.bodies()
+        assert "/update_weights_from_disk" not in down.paths()
+        assert caplog.text.count("'default', not '7': it gets no samples until an update that it takes part in") == 1
+        await engine.set_weight_version("8")  # it is up: it takes part
+        await generated(engine, 20, 200)
+    assert down.bodies()
+    assert [worker.weight_version for worker in two] == ["8", "8"]
+
+
+async def test_a_worker_that_refuses_an_update_is_left_out_of_it(two: tuple[FakeWorker, FakeWorker]) -> None:
+    first, second = two
+    first.refused["/update_weights_from_tensor"] = (400, "no such tensor")
+    updates: list[dict[str, Any]] = []
     async with engine_of(*two) as engine:
-        with pytest.raises(WorkersUnavailable, match="/continue_generation: Cannot connect"):
-            await engine.update_weights_from_disk("/checkpoints/7", "7")
-    assert two[1].paths() == ["/pause_generation", "/continue_generation"]
-    assert two[1].weights == "initial"
+        engine.on_weights_updated.append(lambda **update: updates.append(update))
+        async with engine.updating_weights("7") as update:
+            await update.from_tensors(["aGk="])
+        await generated(engine, 10)
+    assert first.paths() [:4] == [
+        "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
+    ]  # fmt: skip
+    assert (first.paused, first.updating) == (None, False)
+    assert not first.bodies()
+    assert len(second.bodies()) == 10
+    [told] = updates
+    assert told.pop("seconds") >= 0
+    assert told == {"version": "7", "pause": "retract", "workers": [second.url], "missed_by": [first.url]}
+
+
+async def test_all_workers_that_refuse_an_update_stay_in_use(two: tuple[FakeWorker, FakeWorker]) -> None:
+    updates: list[dict[str, Any]] = []
+    async with engine_of(*two) as engine:
+        engine.on_weights_updated.append(lambda **update: updates.append(update))
+        with pytest.raises(RequestRefused, match=r"Failed to get model path: nope; .*: Failed to get model path: nope"):
+            await engine.update_weights_from_disk("nope", "7")
+        await generated(engine, 2)
+    assert [len(worker.bodies()) for worker in two] == [1, 1]
+    assert not updates
+
+
+async def test_a_worker_that_dies_in_an_update_is_left_out_of_it(two: tuple[FakeWorker, FakeWorker]) -> None:
+    first, second = two
+    async with engine_of(*two) as engine:
+        async with engine.updating_weights("7") as update:
+            await first.kill()
+            await update.from_disk("/checkpoints/7")
+            assert update.workers == [second.url]
+        await generated(engine, 4)
+    assert len(second.bodies()) == 4
+    assert second.paused is None
+
+
+async def test_nothing_comes_back_while_the_others_pause(two: tuple[FakeWorker, FakeWorker]) -> None:
+    down, up = two
+    await down.kill()
+    async with engine_of(down, up) as engine:
+        await generated(engine, 2)
+        await down.start()
+        async with asyncio.TaskGroup() as tasks:
+            async with engine.updating_weights("7") as update:
+                assert update.workers == [down.url, up.url]  # away, but up
+                answers = [tasks.create_task(engine.generate(sample_of(rollout_id=n), SAMPLING)) for n in range(8)]
+                await started(up, requests=8)
+                await update.from_disk("/checkpoints/7")
+        for answer in answers:
+            check(answer.result())
+        await generated(engine, 8)
+    assert down.bodies()
+    assert [worker.weights for worker in two] == ["/checkpoints/7"] * 2
+
+
+async def test_a_worker_that_was_restarted_unnoticed_gives_itself_away(
+    two: tuple[FakeWorker, FakeWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = two
+    async with engine_of(*two) as engine:
+        await engine.update_weights_from_disk("/checkpoints/7", "7")
+        first.weights, first.weight_version = "initial", "default"
+        while first.weights == "initial":
+            await generated(engine, 1)
+        await generated(engine, 10, 200)
+        seen = {s.version for n in range(4) for s in (await engine.generate(sample_of(), SAMPLING)).weight_versions}
+    assert seen == {"7"}
+    assert f"worker {first.url} has the weights 'default', not '7': it loads /checkpoints/7" in caplog.text
+
+
+class Trainer:
+    def __init__(self, engine: SGLangEngine) -> None:
+        self.engine = engine
+
+    async def train(self, batch: Batch) -> TrainResult:
+        version = str(batch.rollout_id + 1)
+        await self.engine.update_weights_from_disk(f"/checkpoints/{version}", version)
+        return TrainResult(weight_version=version)
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_an_update_is_one_event(two: tuple[FakeWorker, FakeWorker], before: bool) -> None:
+    """Whether the batch is acknowledged after the update, as is usual, or before."""
+    engine = engine_of(*two)
+    trainer = Trainer(engine)
+    log = Log()
+    stages = [Tokenize(lambda prompt: PROMPT), Generate(engine, SAMPLING)]
+    pipeline = Pipeline(Prompts(["x"] * 3, group_size=1), stages, BatchSpec(groups=1), observers=[log])
+    async with pipeline:
+        async for batch in pipeline.rollouts(stop=3):
+            if before:
+                batch.trained(await trainer.train(batch))
+            else:
+                batch.trained(TrainResult(weight_version=str(batch.rollout_id + 1)))
+                await trainer.train(batch)
+    assert not engine.on_weights_updated
+    kinds = ["weights_updated", "batch_trained"] if before else ["batch_trained", "weights_updated"]
+    assert [event.kind for event in log.events if event.kind in kinds] == kinds * 3
+    updates = log.of("weights_updated")
+    assert [(event.rollout_id, event.version) for event in updates] == [(0, "1"), (1, "2"), (2, "3")]
+    for event in updates if before else updates[1:]:
+        assert (event.pause, event.workers, event.missed_by) == ("retract", [worker.url for worker in two], [])
+        assert event.seconds > 0
+    assert inspect.check(log.events).ok
+
+
+async def test_weights_of_before_the_first_rollout_are_an_event(worker: FakeWorker) -> None:
+    engine = engine_of(worker)
+    log = Log()
+    stages = [Tokenize(lambda prompt: PROMPT), Generate(engine, SAMPLING)]
+    pipeline = Pipeline(Prompts(["x"], group_size=1), stages, BatchSpec(groups=1), observers=[log])
+    async with pipeline:
+        await engine.set_weight_version("0")
+        await anext(pipeline.rollouts())
+    first = log.events[0]
+    assert (first.kind, first.version, first.pause, first.workers) == ("weights_updated", "0", None, [worker.url])
+    assert inspect.check(log.events).ok
 
 
 # Behind a router
@@ -887,6 +1273,124 @@ async def test_a_worker_that_fails_behind_the_router_holds_up_its_own_requests_a
             check(await engine.generate(sample_of(rollout_id=4), SAMPLING))
             await engine.abort([sample])
     assert answer.result().status is SampleStatus.ABORTED
+
+
+async def test_behind_the_router_a_worker_that_missed_an_update_is_taken_out_until_it_has_it(
+    router: FakeRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    down, up = router.workers
+    await down.kill()
+    async with SGLangEngine(router=router.url, backoff=1e-4, vocabulary=512) as engine:
+        await engine.update_weights_from_disk("/checkpoints/7", "7")
+        assert [*router.registered.values()] == [up]
+        await down.start()
+        while len(router.registered) == 1:
+            await generated(engine, 1)
+        await generated(engine, 4, 200)
+    assert down.weights == "/checkpoints/7"
+    assert down.bodies()
+    assert f"worker {down.url} has missed the weights '7'" in caplog.text
+
+
+async def test_behind_the_router_a_worker_with_other_weights_is_taken_out(router: FakeRouter) -> None:
+    """It was restarted before the router noticed, and no checkpoint brings it up."""
+    restarted, _ = router.workers
+    async with SGLangEngine(router=router.url, backoff=1e-4, vocabulary=512) as engine:
+        await engine.set_weight_version("7")
+        restarted.weight_version = "default"
+        engine._listed_at = float("-inf")  # as if it was some time ago
+        while len(router.registered) == 2:
+            await generated(engine, 1)
+        before = len(restarted.bodies())
+        await generated(engine, 4, 200)
+        assert len(restarted.bodies()) == before
+        await engine.set_weight_version("8")
+        while len(router.registered) == 1:
+            await generated(engine, 1)
+    assert restarted.weight_version == "8"
+
+
+async def test_when_all_circuits_are_open_the_request_waits_its_turn(router: FakeRouter) -> None:
+    router.circuits_open = 3
+    async with SGLangEngine(router=router.url, backoff=1e-4, vocabulary=512) as engine:
+        check(await engine.generate(sample_of(), SAMPLING))
+        assert engine.wasted == 3
+
+
+async def test_when_all_circuits_stay_open_the_error_has_the_routers_words(router: FakeRouter) -> None:
+    router.circuits_open = 100
+    async with SGLangEngine(router=router.url, backoff=1e-4, vocabulary=512, attempts=3) as engine:
+        with pytest.raises(
+            WorkersUnavailable, match=r"sample 3: 3 attempts failed; .* 503: No available workers \(all"
+        ):
+            await engine.generate(sample_of(), SAMPLING)
+    assert len(router.received) == 3
+    assert not any(worker.bodies() for worker in router.workers)
+
+
+# Keys and TLS
+
+
+@BOTH
+async def test_the_key_is_sent_with_everything_and_shown_nowhere(
+    stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("SGLANG_KEY", "sesame")
+    async with FakeWorker(api_key="sesame") as worker:
+        for key in ("sesame", "env:SGLANG_KEY"):
+            async with engine_of(worker, api_key=key, stream=stream, vocabulary=None) as engine:
+                worker.faults.append(Status(500))
+                check(await engine.generate(sample_of(), SAMPLING))
+                await engine.update_weights_from_disk("/checkpoints/7", "7")
+            assert "sesame" not in repr(engine)
+        assert {received.headers["Authorization"] for received in worker.received} == {"Bearer sesame"}
+        async with engine_of(worker, api_key="open") as engine:
+            with pytest.raises(RequestRefused, match="answered 401: Unauthorized") as caught:
+                await engine.generate(sample_of(), SAMPLING)
+        assert "open" not in str(caught.value)
+    assert "sesame" not in caplog.text
+
+
+async def test_the_key_goes_through_the_router(router: FakeRouter) -> None:
+    for worker in router.workers:
+        worker.api_key = "sesame"
+    async with SGLangEngine(router=router.url, api_key="sesame", vocabulary=512) as engine:
+        check(await engine.generate(sample_of(), SAMPLING))
+        await engine.update_weights_from_disk("/checkpoints/7", "7")
+
+
+@pytest.mark.parametrize("key", ["", "se\nsame", "s\u00e9same"])
+async def test_a_key_that_cannot_be_sent(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key is empty, or has characters that no header can have"):
+        SGLangEngine("http://127.0.0.1:1", api_key=key)
+
+
+async def test_a_key_that_the_environment_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_KEY", raising=False)
+    with pytest.raises(ValueError, match="api_key: the environment variable SGLANG_KEY is not set"):
+        async with SGLangEngine("http://127.0.0.1:1", api_key="env:SGLANG_KEY"):
+            pass
+
+
+@pytest.mark.parametrize("trusts", ["path", "context"])
+async def test_https(trusts: str, tmp_path: Path) -> None:
+    authority, server = trustme.CA(), create_default_context(Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(server)
+    authority.cert_pem.write_to_path(path := str(tmp_path / "authority.pem"))
+    ssl = path if trusts == "path" else create_default_context(cafile=path)
+    async with FakeWorker(tls=server) as worker:
+        async with engine_of(worker, ssl=ssl) as engine:
+            check(await engine.generate(sample_of(), SAMPLING))
+        async with engine_of(worker, attempts=1) as engine:
+            with pytest.raises(WorkersUnavailable, match="certificate verify failed"):
+                await engine.generate(sample_of(), SAMPLING)
+
+
+async def test_certificates_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ssl: '.*nothing.pem' has no certificates that can be read"):
+        async with SGLangEngine("https://127.0.0.1:1", ssl=str(tmp_path / "nothing.pem")):
+            pass
 
 
 # Programs

@@ -1,7 +1,4 @@
-"""The engine against a real server, and the scripted worker beside it: what one does, the other does.
-
-Run them with ROLLOUTBUS_SGLANG_PYTHON=/path/to/python, the interpreter of an environment that has sglang 0.5.23.
-"""
+"""The engine against a real server, and the scripted worker beside it: what one does, the other does."""
 
 from __future__ import annotations
 
@@ -9,11 +6,12 @@ import asyncio
 import json
 import math
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 from safetensors import safe_open
@@ -23,63 +21,26 @@ from eventbus import Sample, SampleStatus
 from middleware import Generate, Tokenize
 from tests import sglang_real
 from tests.sglang_fake import FakeWorker
+from tests.sglang_real import asked, until_running
 
-pytestmark = [
-    pytest.mark.asyncio,
-    pytest.mark.sglang,
-    pytest.mark.skipif(
-        sglang_real.PYTHON is None,
-        reason="needs a real SGLang: set ROLLOUTBUS_SGLANG_PYTHON to the interpreter of an environment that has it",
-    ),
-]
+pytestmark = [pytest.mark.asyncio, *sglang_real.MARKS]
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 LONG = {"temperature": 1.0, "max_new_tokens": 480, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return sglang_real.make_models(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def url(models: list[Path]) -> Iterator[str]:
-    with sglang_real.server(models[0], "--sampling-mask-max-tokens", "64") as address:
-        yield address
-
-
 @pytest_asyncio.fixture
-async def engine(url: str, models: list[Path]) -> AsyncIterator[SGLangEngine]:
+async def engine(real_url: str, real_models: list[Path]) -> AsyncIterator[SGLangEngine]:
     """The first model's weights, nothing running."""
-    async with SGLangEngine(url) as engine:
+    async with SGLangEngine(real_url) as engine:
         yield engine
         if engine.weight_version is not None:
-            await engine.update_weights_from_disk(str(models[0]), "default")
-
-
-@pytest_asyncio.fixture(params=["fake", "real"])
-async def any_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    if request.param == "real":
-        yield request.getfixturevalue("url")
-    else:
-        async with FakeWorker() as worker:
-            yield worker.url
+            await engine.update_weights_from_disk(str(real_models[0]), "default")
 
 
 def sample_of(**fields: Any) -> Sample:
     return Sample(**{"index": 3, "group_index": 0, "rollout_id": 3, "tokens": PROMPT, **fields})
-
-
-async def running(url: str) -> int:
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/loads") as response:
-        [load] = (await response.json())["loads"]
-    return int(load["num_running_reqs"])
-
-
-async def until_running(url: str, count: int) -> None:
-    while await running(url) != count:  # it tells nobody
-        await asyncio.sleep(0.01)
 
 
 # What lands on the sample
@@ -87,13 +48,15 @@ async def until_running(url: str, count: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_log_probs_are_those_of_the_model(url: str, models: list[Path], stream: bool, temperature: float) -> None:
+async def test_log_probs_are_those_of_the_model(
+    real_url: str, real_models: list[Path], stream: bool, temperature: float
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(real_models[0], dtype=torch.float32)
     samples = [sample_of(index=n, rollout_id=n, tokens=list(range(5 + n, 25 + 2 * n))) for n in range(8)]
-    async with SGLangEngine(url, stream=stream) as engine:
+    async with SGLangEngine(real_url, stream=stream) as engine:
         generate = Generate(engine, GREEDY | {"temperature": temperature})
         await asyncio.gather(*(generate(sample) for sample in samples))
     worst = 0.0
@@ -109,16 +72,16 @@ async def test_log_probs_are_those_of_the_model(url: str, models: list[Path], st
     assert worst < 1e-4
 
 
-async def test_streaming_equals_non_streaming_and_parts_equal_the_whole(url: str) -> None:
+async def test_streaming_equals_non_streaming_and_parts_equal_the_whole(real_url: str) -> None:
     completions = []
     for stream in (False, True):
-        async with SGLangEngine(url, stream=stream) as engine:
+        async with SGLangEngine(real_url, stream=stream) as engine:
             completions.append(await engine.generate(sample_of(), GREEDY))
     whole, streamed = completions
     assert streamed.tokens == whole.tokens
     assert streamed.text == whole.text
     assert streamed.weight_versions == whole.weight_versions
-    async with SGLangEngine(url) as engine:
+    async with SGLangEngine(real_url) as engine:
         sample = sample_of()
         await Generate(engine, GREEDY | {"max_new_tokens": 5})(sample)
         sample.status = SampleStatus.ABORTED
@@ -131,8 +94,8 @@ async def test_streaming_equals_non_streaming_and_parts_equal_the_whole(url: str
     )
 
 
-async def test_kept_ids_come_back(url: str) -> None:
-    async with SGLangEngine(url, fields={"return_sampling_mask": True}) as engine:
+async def test_kept_ids_come_back(real_url: str) -> None:
+    async with SGLangEngine(real_url, fields={"return_sampling_mask": True}) as engine:
         sample = sample_of()
         await Generate(engine, {"max_new_tokens": 6, "top_k": 20, "top_p": 0.1, "ignore_eos": True})(sample)
     offsets, ids = sample.rollout_top_p_token_offsets, sample.rollout_top_p_token_ids
@@ -147,65 +110,68 @@ async def test_kept_ids_come_back(url: str) -> None:
 
 
 async def test_text_and_chat_are_read_by_the_workers_tokenizer(
-    engine: SGLangEngine, models: list[Path], caplog: pytest.LogCaptureFixture
+    engine: SGLangEngine, real_models: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     chat = [{"role": "user", "content": "the fox"}]
     sample = Sample(prompt=chat)
     await Generate(engine, GREEDY)(sample)
     assert "read with the worker's own tokenizer" in caplog.text
     other = Sample(prompt=chat)
-    await Tokenize(str(models[0]))(other)
+    await Tokenize(str(real_models[0]))(other)
     assert sample.tokens[: sample.prompt_length] == other.tokens
     assert sample.response_length == 12
-
-
-async def test_seeded_siblings_differ_and_repeat(url: str) -> None:
-    async with SGLangEngine(url) as engine:
-        answers = [
-            (await engine.generate(sample_of(index=index), LONG | {"max_new_tokens": 24, "sampling_seed": 1})).tokens
-            for index in (0, 1, 0)
-        ]
-    assert answers[0] != answers[1]
 
 
 # Aborts and weights
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_abort_gives_what_there_is(url: str, stream: bool) -> None:
-    async with SGLangEngine(url, stream=stream) as engine:
+async def test_abort_gives_what_there_is(real_url: str, stream: bool) -> None:
+    async with SGLangEngine(real_url, stream=stream) as engine:
         async with asyncio.TaskGroup() as tasks:
             sample = sample_of()
             answer = tasks.create_task(engine.generate(sample, LONG))
-            await until_running(url, 1)
+            await until_running(real_url, 1)
             await engine.abort([sample])
     completion = answer.result()
     assert completion.status is SampleStatus.ABORTED
     assert len(completion.tokens) == len(completion.log_probs or ()) < 480
-    await until_running(url, 0)
+    await until_running(real_url, 0)
+
+
+async def test_abort_of_all_is_acknowledged(real_url: str) -> None:
+    samples = [sample_of(index=n, rollout_id=n) for n in range(8)]
+    async with SGLangEngine(real_url) as engine:
+        answers = [asyncio.create_task(engine.generate(sample, LONG)) for sample in samples]
+        await until_running(real_url, 8)
+        await engine.abort(samples)
+        assert engine.in_flight == 0
+        completions = await asyncio.gather(*answers)
+    assert {completion.status for completion in completions} == {SampleStatus.ABORTED}
+    await until_running(real_url, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cancelling_leaves_nothing_behind(url: str, stream: bool) -> None:
-    async with SGLangEngine(url, stream=stream) as engine:
+async def test_cancelling_leaves_nothing_behind(real_url: str, stream: bool) -> None:
+    async with SGLangEngine(real_url, stream=stream) as engine:
         answer = asyncio.create_task(engine.generate(sample_of(), LONG))
-        await until_running(url, 1)
+        await until_running(real_url, 1)
         answer.cancel()
         await asyncio.wait([answer])
-        await until_running(url, 0)
+        await until_running(real_url, 0)
         assert answer.cancelled()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 async def test_a_response_that_spans_an_update_names_both_versions(
-    url: str, engine: SGLangEngine, models: list[Path], mode: Any, stream: bool
+    real_url: str, engine: SGLangEngine, real_models: list[Path], mode: Any, stream: bool
 ) -> None:
-    async with SGLangEngine(url, stream=stream) as generating, asyncio.TaskGroup() as tasks:
+    async with SGLangEngine(real_url, stream=stream) as generating, asyncio.TaskGroup() as tasks:
         answer = tasks.create_task(generating.generate(sample_of(), LONG))
-        await until_running(url, 1)
+        await until_running(real_url, 1)
         await asyncio.sleep(0.1)  # some tokens; nothing below depends on how many
-        await engine.update_weights_from_disk(str(models[1]), "7", mode)
+        await engine.update_weights_from_disk(str(real_models[1]), "7", mode)
     completion = answer.result()
     assert len(completion.tokens) == 480
     before, after = completion.weight_versions
@@ -213,21 +179,21 @@ async def test_a_response_that_spans_an_update_names_both_versions(
     assert 0 == before.start < before.end == after.start < after.end == 480
 
 
-async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, models: list[Path]) -> None:
+async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, real_models: list[Path]) -> None:
     assert sglang_real.PYTHON is not None
-    await engine.update_weights_from_disk(str(models[1]), "disk")
+    await engine.update_weights_from_disk(str(real_models[1]), "disk")
     wanted = await engine.generate(sample_of(), GREEDY)
-    await engine.update_weights_from_disk(str(models[0]), "default")
+    await engine.update_weights_from_disk(str(real_models[0]), "default")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with safe_open(models[1] / "model.safetensors", "pt") as tensors:
+    with safe_open(real_models[1] / "model.safetensors", "pt") as tensors:
         names = sorted(tensors.keys())
         shapes = [tensors.get_slice(name).get_shape() for name in names]
     trainer = await asyncio.create_subprocess_exec(
         sglang_real.PYTHON,
         str(sglang_real.STUBS / "broadcast.py"),
-        *(str(port), str(models[1]), "trainer"),
+        *(str(port), str(real_models[1]), "trainer"),
         env=sglang_real.environment(),
     )
     await engine.init_weights_update_group("127.0.0.1", port, 2, group_name="trainer", backend="gloo")
@@ -238,6 +204,35 @@ async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, mo
     completion = await engine.generate(sample_of(), GREEDY)
     assert completion.tokens == wanted.tokens
     assert [span.version for span in completion.weight_versions] == ["trained"]
+
+
+async def test_weights_come_from_a_trainer_on_the_same_machine(engine: SGLangEngine, real_models: list[Path]) -> None:
+    await engine.update_weights_from_disk(str(real_models[1]), "disk")
+    wanted = await engine.generate(sample_of(), GREEDY)
+    await engine.update_weights_from_disk(str(real_models[0]), "default")
+    with serialized(real_models[1]) as tensors:
+        async with engine.updating_weights("trained") as update:
+            await update.from_tensors([tensors])
+    completion = await engine.generate(sample_of(), GREEDY)
+    assert completion.tokens == wanted.tokens
+    assert [span.version for span in completion.weight_versions] == ["trained"]
+
+
+@contextmanager
+def serialized(model: Path) -> Iterator[str]:
+    """The weights as SGLang's own serializer writes them; they lie in memory that its process shares meanwhile."""
+    assert sglang_real.PYTHON is not None
+    command = [sglang_real.PYTHON, str(sglang_real.STUBS / "serialize.py"), str(model)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=sglang_real.environment(),
+    ) as trainer:
+        assert trainer.stdout is not None
+        yield trainer.stdout.readline().strip()
 
 
 async def test_a_refused_update_leaves_the_server_working(engine: SGLangEngine) -> None:
@@ -284,11 +279,6 @@ def shape(value: Any, path: str = "") -> dict[str, str]:
     return {path: type(value).__name__}
 
 
-async def asked(url: str, path: str, body: Any) -> tuple[int, bytes]:
-    async with aiohttp.ClientSession() as session, session.post(f"{url}{path}", json=body) as response:
-        return response.status, await response.read()
-
-
 REQUEST = {"rid": "contract", "input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True}
 
 
@@ -297,18 +287,20 @@ REQUEST = {"rid": "contract", "input_ids": PROMPT, "sampling_params": GREEDY, "r
     [{}, {"return_sampling_mask": True, "sampling_params": GREEDY | {"temperature": 1.0, "top_k": 20}}],
     ids=["plain", "sampling_mask"],
 )
-async def test_replies_have_the_same_shape(url: str, extra: dict[str, Any]) -> None:
+async def test_replies_have_the_same_shape(real_url: str, extra: dict[str, Any]) -> None:
     async with FakeWorker() as worker:
-        replies = [json.loads((await asked(address, "/generate", REQUEST | extra))[1]) for address in (worker.url, url)]
+        replies = [
+            json.loads((await asked(address, "/generate", REQUEST | extra))[1]) for address in (worker.url, real_url)
+        ]
     fake, real = map(shape, replies)
     assert fake == {path: kind for path, kind in real.items() if path in fake}, real
     assert not set(real) - set(fake), "the fake lacks these"
 
 
-async def test_streams_have_the_same_shape(url: str) -> None:
+async def test_streams_have_the_same_shape(real_url: str) -> None:
     shapes = []
     async with FakeWorker() as worker:
-        for address in (worker.url, url):
+        for address in (worker.url, real_url):
             status, data = await asked(address, "/generate", REQUEST | {"stream": True})
             events = data.decode().strip().split("\n\n")
             assert status == 200
@@ -318,28 +310,89 @@ async def test_streams_have_the_same_shape(url: str) -> None:
                 event["meta_info"]["completion_tokens"] for event in decoded
             )
             shapes.append((shape(decoded[0]), shape(decoded[-1])))
-    (fake_first, fake_last), (real_first, real_last) = shapes
-    assert fake_first == {path: kind for path, kind in real_first.items() if path in fake_first}
-    assert fake_last == {path: kind for path, kind in real_last.items() if path in fake_last}
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_stop_token_ids_end_a_response_unless_ends_are_ignored(real_url: str, ignore_eos: bool) -> None:
+    async with FakeWorker() as worker:
+        for address in (worker.url, real_url):
+            sampling = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
+            whole = json.loads((await asked(address, "/generate", REQUEST | {"sampling_params": sampling}))[1])
+            sampling |= {"ignore_eos": ignore_eos, "stop_token_ids": whole["output_ids"][:1]}
+            reply = json.loads((await asked(address, "/generate", REQUEST | {"sampling_params": sampling}))[1])
+            assert len(reply["output_ids"]) == (3 if ignore_eos else 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_replies_to_what_is_aborted_have_the_same_shape(real_url: str, stream: bool) -> None:
+    shapes = []
+    async with FakeWorker() as worker:
+        worker.allow(3)
+        for address in (worker.url, real_url):
+            async with asyncio.TaskGroup() as tasks:
+                body = REQUEST | {"sampling_params": LONG, "stream": stream}
+                answer = tasks.create_task(asked(address, "/generate", body))
+                await until_running(address, 1)
+                while not answer.done():
+                    await asked(address, "/abort_request", {"rid": "contract"})
+            last = answer.result()[1].decode().strip().removesuffix("data: [DONE]").strip().split("\n\n")[-1]
+            reply = json.loads(last.removeprefix("data: "))
+            assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+            shapes.append(shape(reply))
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
         ("/generate", REQUEST | {"sampling_params": {"bogus": 1}}, 400),
+        ("/generate", REQUEST | {"input_ids": [5] * 4097}, 400),
         ("/generate", {"sampling_params": {}}, 400),
         ("/abort_request", {"rid": "nobody"}, 200),
+        ("/pause_generation", {"mode": "abort"}, 200),
         ("/pause_generation", {"mode": "retract"}, 200),
+        ("/pause_generation", {"mode": "in_place"}, 200),
         ("/continue_generation", {}, 200),
         ("/update_weights_from_disk", {"model_path": "nope"}, 400),
+        ("/update_weights_from_disk", {"model_path": "MODEL", "weight_version": "default"}, 200),
         ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, 400),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": []}, 400),
+        ("/destroy_weights_update_group", {"group_name": "nobody"}, 400),
         ("/begin_weight_update", {}, 200),
         ("/end_weight_update", {}, 200),
         ("/update_weight_version", {"new_version": "default", "abort_all_requests": False}, 200),
         ("/release_memory_occupation", {"tags": ["kv_cache"]}, 200),
         ("/resume_memory_occupation", {"tags": ["kv_cache"]}, 200),
+        ("/ready", None, 200),
         ("/nowhere", {}, 404),
     ],
 )
-async def test_answers_have_the_same_status(any_url: str, path: str, body: Any, status: int) -> None:
-    assert (await asked(any_url, path, body))[0] == status
+async def test_answers_are_the_same(
+    real_url: str, real_models: list[Path], path: str, body: dict[str, Any] | None, status: int
+) -> None:
+    """The status, and which fields there are."""
+    if body is not None and body.get("model_path") == "MODEL":
+        body = body | {"model_path": str(real_models[0])}
+    async with FakeWorker() as worker:
+        real, fake = [form(*await asked(url, path, body)) for url in (real_url, worker.url)]
+    assert real[0] == status
+    assert fake == real
+
+
+def form(status: int, data: bytes) -> tuple[int, Any]:
+    try:
+        return status, shape(json.loads(data))
+    except ValueError:
+        return status, data
+
+
+async def test_what_they_say_of_themselves_has_the_same_shape(real_url: str) -> None:
+    """Of what is asked for: the real one says much more."""
+    async with FakeWorker() as worker:
+        for path, names in (
+            ("/model_info", {".model_path", ".tokenizer_path", ".weight_version", ".is_generation"}),
+            ("/v1/loads", {".loads[].num_running_reqs", ".loads[].dp_rank"}),
+        ):
+            real, fake = [shape(json.loads((await asked(url, path))[1])) for url in (real_url, worker.url)]
+            assert {name: real[name] for name in names} == {name: fake[name] for name in names}

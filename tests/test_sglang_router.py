@@ -520,6 +520,33 @@ async def test_workers_come_and_go(python: str) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_key_opens_the_router_and_its_workers(python: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeWorker(api_key="sesame") as a, FakeWorker(api_key="sesame") as b:
+        async with SGLangRouter(workers=[a.url], python=python, api_key="sesame", log_level="debug") as router:
+            await router.add(b.url)
+            assert await router.workers() == sorted([a.url, b.url])
+            await router.remove(a.url)
+            async with SGLangRouter(router.url, api_key="sesame") as attached:
+                assert await attached.workers() == [b.url]
+            with pytest.raises(RouterError, match=r"GET .*/workers: 401"):
+                async with SGLangRouter(router.url, api_key="open"):
+                    pass
+    assert "sesame" not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_what_it_writes_of_its_key_is_not_shown(
+    fake: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake(says=["the key is sesame"])
+    caplog.set_level(logging.WARNING, LOG)
+    with heard("the key is ***") as said:
+        async with SGLangRouter(workers=[], api_key="sesame"):
+            await said.wait()
+    assert "sesame" not in caplog.text
+
+
+@pytest.mark.asyncio
 async def test_adding_one_that_is_there_changes_nothing(python: str) -> None:
     async with FakeWorker() as worker, SGLangRouter(workers=[worker.url], python=python) as router:
         before = await router._list()

@@ -427,6 +427,12 @@ def test_a_fanned_out_execution_that_is_done_goes_on_as_it_is(user: Any) -> None
     again = rollout(args, source, 1).samples[0]
     assert again == first
 
+    args.partial_rollout = args.mask_offpolicy_in_partial_rollout = True
+    source.buffer.append(first)
+    masked, fresh = rollout(args, source, 2).samples[:2]
+    assert all(not any(one.loss_mask) for execution in masked for one in execution)
+    assert all(one.loss_mask is None for execution in fresh for one in execution)
+
 
 def test_filters_of_the_whole_rollout_run(user: Any) -> None:
     user.PROCESSED.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from threading import get_ident
 from typing import Any
 
 import anyio
@@ -40,6 +41,26 @@ def test_batches_come_without_a_loop(backend: str) -> None:
             batch.trained(stream.call(trainer.train, batch))
     assert trainer.seen == [0, 1, 2]
     assert [event.metrics for event in log.events] == [{"loss": 1.0}] * 3
+
+
+@BACKENDS
+def test_observers_are_called_in_one_thread_whoever_acknowledges(backend: str) -> None:
+    threads: set[int] = set()
+
+    class Watcher:
+        kinds = ("rollout_started", "batch_trained")
+
+        def observe(self, event: Any) -> None:
+            threads.add(get_ident())
+
+    with plain(observers=[Watcher()]).sync(backend) as stream:
+        batches = stream.rollouts(stop=3)
+        next(batches).trained(TrainResult({"loss": 1.0}))
+        stream.call(next(batches).trained)
+        next(batches)  # which asking for the next one acknowledges
+        assert next(batches, None) is None
+    assert len(threads) == 1
+    assert get_ident() not in threads
 
 
 @BACKENDS

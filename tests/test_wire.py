@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from eventbus import codecs
 from eventbus.columns import Column, LogProbs, LossMask, Tokens
 from eventbus.events import (
+    AttemptEnded,
     BatchAssembled,
     BatchTrained,
     Event,
@@ -165,7 +166,30 @@ events: st.SearchStrategy[Event] = st.one_of(
     ),
     st.builds(BatchAssembled, **head, groups=numbers, samples=counts, loss_tokens=counts, digest=texts),
     st.builds(BatchTrained, **head, metrics=st.dictionaries(texts, floats), weight_version=st.none() | texts),
-    st.builds(WeightsUpdated, **head, version=texts),
+    st.builds(
+        WeightsUpdated,
+        **head,
+        version=texts,
+        pause=st.none() | texts,
+        workers=st.lists(texts),
+        missed_by=st.lists(texts),
+        seconds=st.none() | floats,
+    ),
+    st.builds(
+        AttemptEnded,
+        **head,
+        group_index=ids,
+        index=ids,
+        execution=ids,
+        stage=st.none() | texts,
+        attempt=counts,
+        worker=texts,
+        rid=texts,
+        outcome=st.sampled_from(["answered", "failed", "aborted"]),
+        error=st.none() | texts,
+        tokens=counts,
+        seconds=floats,
+    ),
     st.builds(UnknownEvent, **head, kind=texts),
 )  # fmt: skip
 

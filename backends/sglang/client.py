@@ -3,18 +3,23 @@
     RequestRefused      4xx: the request is wrong, asking again does not help
     AttemptFailed       everything else: no connection, a broken one, 5xx, 408, 429, no answer in time, no usable answer
 
-A worker that failed rests: `backoff` seconds after the first failure, twice as long after each further one in a row,
-and up to twice that by chance, so that those who wait do not all come back at once. Meanwhile others are asked; where
-all rest, the one that is due first is waited for. Behind a router it is the request that rests, unless the router
-itself is not reached: what it answers is about one of its workers.
+A worker that failed is away: `backoff` seconds after the first failure, twice as long after each further one in a row,
+up to `LONGEST_REST`, and up to twice that by chance. Meanwhile others are asked. When its time is over it is looked at
+before it gets a request: one that stays down costs requests nothing. Where all are away, the one that is due first is
+waited for, and a look that finds it down counts as a failed attempt of those that wait. Behind a router it is the
+request that rests, unless the router itself is not reached: what it answers is about one of its workers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
+from ssl import SSLContext, create_default_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -26,7 +31,17 @@ from eventbus.imports import optional_dependency
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["AttemptFailed", "Client", "RequestRefused", "Worker", "Workers", "WorkersUnavailable", "rest_of"]
+__all__ = [
+    "Access",
+    "AttemptFailed",
+    "Client",
+    "RequestRefused",
+    "Worker",
+    "Workers",
+    "WorkersUnavailable",
+    "answer_error",
+    "rest_of",
+]
 
 CONNECT_SECONDS: Final = 10.0
 KEEP_ALIVE_SECONDS: Final = 4.0
@@ -58,10 +73,54 @@ class WorkersUnavailable(ConnectionError):
     """No worker gave a usable answer, however often they were asked."""
 
 
-class Client:
-    """One pool of connections. `async with` opens it."""
+class Access:
+    """What servers want to see, and what they have to show. The key is in no `repr`, log or error.
 
-    def __init__(self) -> None:
+    :param api_key: sent as `Authorization: Bearer`; "env:NAME" is the environment variable of that name, so that the
+        key is not in a configuration, which logs keep.
+    :param ssl: for https addresses: a context, or the path of a file (or folder) with the certificates to trust in
+        place of the system's.
+    :raises ValueError: the key cannot be sent.
+    """
+
+    def __init__(self, api_key: str | None = None, ssl: SSLContext | str | None = None) -> None:
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+            raise ValueError("api_key is empty, or has characters that no header can have")
+        self._api_key = api_key
+        self._ssl = ssl
+
+    def key(self) -> str | None:
+        """:raises ValueError: the environment does not have it."""
+        if self._api_key is None or not self._api_key.startswith("env:"):
+            return self._api_key
+        name = self._api_key.removeprefix("env:")
+        if not (key := os.environ.get(name)):
+            raise ValueError(f"api_key: the environment variable {name} is not set")
+        return key
+
+    def headers(self) -> dict[str, str]:
+        return {} if (key := self.key()) is None else {"authorization": f"Bearer {key}"}
+
+    def tls(self) -> SSLContext | bool:
+        """:raises ValueError: there are no certificates at the path."""
+        if not isinstance(self._ssl, str):
+            return True if self._ssl is None else self._ssl
+        try:
+            if os.path.isdir(self._ssl):
+                return create_default_context(capath=self._ssl)
+            return create_default_context(cafile=self._ssl)
+        except OSError as error:  # SSLError is one
+            raise ValueError(f"ssl: {self._ssl!r} has no certificates that can be read: {error}") from error
+
+
+class Client:
+    """One pool of connections. `async with` opens it.
+
+    :param access: how to get in; raises as that.
+    """
+
+    def __init__(self, access: Access | None = None) -> None:
+        self._access = access or Access()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -69,9 +128,9 @@ class Client:
             import aiohttp
         # No limit: the pipeline says how many requests are open, and one that waits here would look like a slow worker.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=self._access.tls()),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            headers={"content-type": "application/json"},
+            headers={"content-type": "application/json", **self._access.headers()},
             read_bufsize=1 << 20,
         )
         return self
@@ -102,7 +161,7 @@ class Client:
         except Exception as error:
             raise _broken(url, error) from error
         if response.status >= 300:
-            raise _error(url, response.status, data)
+            raise answer_error(url, response.status, data)
         return data
 
     async def events(
@@ -115,7 +174,7 @@ class Client:
         try:
             async with self._request("POST", url, body, headers) as response:
                 if response.status >= 300:
-                    raise _error(url, response.status, await response.read())
+                    raise answer_error(url, response.status, await response.read())
                 pending = b""
                 async for chunk in response.content.iter_any():
                     *events, pending = (pending + chunk).split(b"\n\n")
@@ -141,7 +200,7 @@ def _broken(url: str, error: Exception) -> Exception:
 
     if isinstance(error, AttemptFailed) or not isinstance(error, aiohttp.ClientError | OSError):
         return error
-    if isinstance(error, aiohttp.ClientConnectorError):  # nothing was sent
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):  # nothing was sent
         return AttemptFailed(f"{url}: {error}", answered=True)
     return AttemptFailed(f"{url}: {type(error).__name__}: {error}")
 
@@ -157,7 +216,8 @@ def words(data: bytes) -> str:
     return str(message)[:500]
 
 
-def _error(url: str, status: int, data: bytes) -> Exception:
+def answer_error(url: str, status: int, data: bytes) -> Exception:
+    """What an answer with this status means."""
     message = f"{url} answered {status}: {words(data)}"
     if status >= 500 or status in (408, 429):
         return AttemptFailed(message, answered=True, status=status)
@@ -169,7 +229,7 @@ def _error_event(url: str, data: bytes) -> Exception:
         status = int(msgspec.json.decode(data)["error"].get("code") or 500)
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError, AttributeError):
         return ReplyError(f"{url}: {data[:500]!r}")
-    return _error(url, status, data)
+    return answer_error(url, status, data)
 
 
 def rest_of(failures: int, backoff: float) -> float:
@@ -180,35 +240,48 @@ def rest_of(failures: int, backoff: float) -> float:
 class Worker:
     """A worker as this side sees it."""
 
-    __slots__ = ("failures", "in_flight", "rests_until", "url")
+    __slots__ = ("away", "due", "failures", "in_flight", "told", "url")
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.in_flight = 0
         self.failures = 0
         """In a row."""
-        self.rests_until = 0.0
-
-    def failed(self, now: float, backoff: float) -> None:
-        """It rests. Requests that fail while it does tell nothing new: they were lost together."""
-        if now >= self.rests_until:
-            self.failures += 1
-            self.rests_until = now + rest_of(self.failures, backoff)
-
-    def succeeded(self) -> None:
-        self.failures = 0
+        self.away = False
+        """It gets no requests."""
+        self.due = 0.0
+        """When it is looked at, if it is away; infinite while it is."""
+        self.told: object = None
+        """What the log has said of it."""
 
 
 class Workers:
     """The workers that requests go to.
 
     :param clock: seconds.
+    :param backoff: seconds that one is away after a failure.
+    :param look: is called with a worker that is due, and has it come `back`, or fail once more. Without it a worker is
+        back when it is due.
     """
 
-    def __init__(self, urls: Iterable[str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        urls: Iterable[str],
+        clock: Callable[[], float],
+        backoff: float,
+        look: Callable[[Worker], None] | None = None,
+    ) -> None:
         self._clock = clock
+        self._backoff = backoff
+        self._look = look
         self._turn = count()
         self._workers: list[Worker] = []
+        self.waiting: set[asyncio.Event] = set()
+        """Set when one is back, or a look has found one down."""
+        self.failures = 0
+        """Looks that found a worker down."""
+        self.error: Exception | None = None
+        """What the last of them found."""
         self.set(urls)
 
     def __iter__(self) -> Iterator[Worker]:
@@ -217,10 +290,15 @@ class Workers:
     def __len__(self) -> int:
         return len(self._workers)
 
-    def set(self, urls: Iterable[str]) -> None:
-        """These are the workers now; those that stay keep what is known of them."""
+    def set(self, urls: Iterable[str], away: bool = False) -> None:
+        """These are the workers now; those that stay keep what is known of them.
+
+        :param away: new ones are looked at before they get requests.
+        """
         known = {worker.url: worker for worker in self._workers}
         self._workers = [known.get(url) or Worker(url) for url in dict.fromkeys(urls)]
+        for worker in self._workers:
+            worker.away |= away and worker.url not in known
 
     def pick(self, session: str | None = None, avoid: Worker | None = None) -> tuple[Worker, float]:
         """The worker with least in flight, and the seconds until it may be asked.
@@ -228,19 +306,54 @@ class Workers:
         :param session: requests of one session go to the same worker for as long as that is up.
         :param avoid: not this one, where there is another.
         """
-        now = self._clock()
-        candidates: Sequence[Worker] = [worker for worker in self._workers if worker.rests_until <= now]
+        self.look()
+        candidates: Sequence[Worker] = [worker for worker in self._workers if not worker.away]
         if len(candidates) > 1 and avoid is not None:
             candidates = [worker for worker in candidates if worker is not avoid]
         if not candidates:
-            worker = min(self._workers, key=lambda worker: worker.rests_until)
-            return worker, worker.rests_until - now
+            worker = min(self._workers, key=lambda worker: worker.due)
+            return worker, max(worker.due - self._clock(), _MOMENT)
         if len(candidates) == 1:
             return candidates[0], 0.0
         if session is not None:
             return max(candidates, key=lambda worker: _weight(session, worker.url)), 0.0
         first = next(self._turn) % len(candidates)  # among equals each has its turn
         return min((*candidates[first:], *candidates[:first]), key=lambda worker: worker.in_flight), 0.0
+
+    def look(self) -> None:
+        """Look at those that are due."""
+        now: float | None = None
+        for worker in self._workers:
+            if worker.away:
+                now = self._clock() if now is None else now
+                if worker.due <= now:
+                    if self._look is None:
+                        self.back(worker)
+                    else:
+                        self._look(worker)
+
+    def failed(self, worker: Worker, error: Exception) -> None:
+        """It is away, from now on. Requests that fail while it is tell nothing new: they were lost together."""
+        looked = worker.due == math.inf
+        if worker.away and not looked:
+            return
+        worker.failures += 1
+        worker.away, worker.due = True, self._clock() + rest_of(worker.failures, self._backoff)
+        if looked:
+            self.failures, self.error = self.failures + 1, error
+            self._tell()
+
+    def back(self, worker: Worker) -> None:
+        worker.away, worker.due = False, 0.0
+        self._tell()
+
+    def _tell(self) -> None:
+        for event in self.waiting:
+            event.set()
+
+
+_MOMENT: Final = 1e-3
+"""Seconds to wait for a worker that is due, and is not looked at just now."""
 
 
 def _weight(session: str, url: str) -> bytes:

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
+from ssl import SSLContext
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar, get_args
 from urllib.parse import urlsplit
@@ -36,6 +37,7 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 
+from backends.sglang.client import Access
 from eventbus.imports import optional_dependency
 
 if TYPE_CHECKING:
@@ -140,6 +142,9 @@ class SGLangRouter:
     :param options: any other field of sglang-router's `RouterArgs`, as in `{"cache_threshold": 0.5}`. With `dp_aware`,
         version 0.3.2 cannot remove a worker.
     :param python: interpreter of the environment that has sglang-router.
+    :param api_key: of the workers, and what the router itself is asked with; "env:NAME" for an environment variable.
+    :param ssl: for https addresses, as in `SGLangEngine`. What a router that is started trusts its workers by are
+        options of its own: `{"ca_cert_paths": [...]}`.
     :raises TypeError: neither or both of `url` and `workers` are given, or `url` with what only concerns a router that
         is started.
     :raises ValueError: an address, a number or a name is none that fits.
@@ -162,11 +167,13 @@ class SGLangRouter:
         start_timeout: float = 600.0,
         options: Mapping[str, Any] = _NONE,
         python: str = sys.executable,
+        api_key: str | None = None,
+        ssl: SSLContext | str | None = None,
     ) -> None:
         given = _changed(SGLangRouter.__init__, locals())
         if url is None and workers is None:
             raise TypeError("SGLangRouter: give the url of a router that runs, or the workers of one to be started")
-        if url is not None and (misplaced := sorted(given - {"start_timeout"})):
+        if url is not None and (misplaced := sorted(given - {"start_timeout", "api_key", "ssl"})):
             raise TypeError(f"SGLangRouter: the router {url} runs already: {', '.join(misplaced)} cannot be set here")
         for name, value, least in (
             ("port", 1 if port is None else port, 1),
@@ -222,12 +229,13 @@ class SGLangRouter:
             }
         else:
             self._options["disable_circuit_breaker"] = True
-        own = {"policy", "log_level", "host", "port", "worker_urls"}
+        own = {"policy", "log_level", "host", "port", "worker_urls", "api_key"}
         if clash := sorted(own & options.keys()):
             raise ValueError(f"SGLangRouter: options holds {clash[0]}, which has a parameter of its own")
         self._options |= options
         with optional_dependency():
             import aiohttp  # noqa: F401
+        self._access = Access(api_key, ssl)
         self._users = 0
         self._opening = asyncio.Lock()
         self._child: _Child | None = None
@@ -258,12 +266,13 @@ class SGLangRouter:
         if self._child is not None and self._child.ended.is_set():
             raise await self._child.error()
 
-    async def workers(self) -> list[str]:
+    async def workers(self, *, healthy: bool = True) -> list[str]:
         """Addresses of the workers that get requests, sorted: those that are registered and healthy.
 
+        :param healthy: False: all that are registered.
         :raises RouterError: the router has ended or is not reached.
         """
-        return sorted(await self._healthy())
+        return sorted({worker.address for worker in await self._list() if worker.is_healthy or not healthy})
 
     async def add(self, url: str) -> None:
         """Register a worker; done when it gets requests. Nothing happens when it does already.
@@ -277,7 +286,7 @@ class SGLangRouter:
         url = _address(url)
         job = None
         if all(worker.address != url for worker in await self._list()):
-            job = _decode(_Accepted, await self._ask("POST", "/workers", {"url": url}, expected=202)).worker_id
+            job = _decode(_Accepted, await self._ask("POST", "/workers", self._worker(url), expected=202)).worker_id
 
         async def registered() -> bool:
             if url in await self._healthy():
@@ -319,18 +328,27 @@ class SGLangRouter:
         if not await self._until(gone):
             raise RouterError(f"the router {self.url} did not let go of the worker {url} in {self._start_timeout:g} s")
 
+    def _worker(self, url: str) -> dict[str, Any]:
+        return {"url": url} if (key := self._access.key()) is None else {"url": url, "api_key": key}
+
     # Its life
 
     async def _open(self) -> None:
         import aiohttp
 
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PATIENCE))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._access.tls()),
+            timeout=aiohttp.ClientTimeout(total=_PATIENCE),
+            headers=self._access.headers(),
+        )
         if self._attached:
             await self._list()
             return
         _check_free(self._host, self._port)
-        listen = {"host": self._host, "port": self._port, "worker_urls": self._workers}
-        self._child = await _Child.start(self._python, self._options | listen)
+        asked = {"host": self._host, "port": self._port, "worker_urls": self._workers}
+        if (key := self._access.key()) is not None:
+            asked["api_key"] = key
+        self._child = await _Child.start(self._python, self._options | asked, key)
         await self._until_ready()
         self._child.serving = True
 
@@ -499,8 +517,10 @@ _LONGEST_LINE: Final = 1 << 16
 class _Child:
     """The running router. Made by `start`; whoever makes one calls `stop`."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, secret: str | None) -> None:
         self.process = process
+        self._secret = secret
+        """Not to be shown, whatever it writes."""
         self.ended = asyncio.Event()
         self.serving = False
         """Whether its end is news: before, whoever starts it hears of it."""
@@ -511,7 +531,7 @@ class _Child:
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def start(cls, python: str, arguments: Mapping[str, Any]) -> Self:
+    async def start(cls, python: str, arguments: Mapping[str, Any], secret: str | None) -> Self:
         try:
             # A session of its own: Ctrl-C in the terminal is for the program, which then ends the router.
             process = await asyncio.create_subprocess_exec(
@@ -523,7 +543,7 @@ class _Child:
         # By its input: the command line of a process can be read by everybody, and there may be keys in the options.
         process.stdin.write(json.dumps({"parent": os.getpid(), "arguments": dict(arguments)}).encode())
         process.stdin.close()
-        return cls(process)
+        return cls(process, secret)
 
     async def error(self) -> RouterError:
         """What it ended of, after it has."""
@@ -578,6 +598,8 @@ class _Child:
 
     def _line(self, line: str, level: int) -> int:
         """Take a line; lines without a level have that of the line before."""
+        if self._secret is not None:
+            line = line.replace(self._secret, "***")
         word, _, rest = line.partition(" ")
         if word == "rolloutbus:":
             self._refusal = rest

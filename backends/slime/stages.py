@@ -62,6 +62,7 @@ class SlimeRollout:
         self._sampling = sampling(args)
         self._fans_out = fans_out
         self._unfinished = unfinished
+        self._masks_earlier = option(args, "partial_rollout") and option(args, "mask_offpolicy_in_partial_rollout")
         self._wants_all = bool(option(args, "rollout_all_samples_process_path"))
         self._wants_groups = carries or self._wants_all
         self._began: dict[tuple[int, int], Sample] = {}
@@ -117,11 +118,8 @@ class SlimeRollout:
         if isinstance(theirs, list):  # it was done, and had fanned out, when an earlier rollout ended
             self._rewarded.add(execution)
             self._fanned_out[execution] = len(theirs)
-            return [from_slime(one, like=sample).copy() for one in theirs]
-        ours = from_slime(theirs, like=sample).copy()
-        masks = option(args, "partial_rollout") and option(args, "mask_offpolicy_in_partial_rollout")
-        if masks and ours.response_length:
-            ours.loss_mask = LossMask(bytes(ours.response_length))
+            return [self._begun(one, sample) for one in theirs]
+        ours = self._begun(theirs, sample)
         if ours.status in _ENDED:
             if ours.reward is not None or option(args, "group_rm"):
                 self._rewarded.add(execution)
@@ -144,6 +142,14 @@ class SlimeRollout:
         stopped = ours.status is SampleStatus.ABORTED or current_rollout().closing
         if stopped and self._unfinished == "recycle" and not option(args, "group_rm"):
             self._began[number, position] = ours
+        return ours
+
+    def _begun(self, theirs: Any, like: Sample) -> Sample:
+        """Our sample for slime's. By slime's flag, what it has of a response does not count in the loss: slime goes by
+        the rollout, and does not say which weights wrote which token, as `middleware.mask_offpolicy` needs it."""
+        ours = from_slime(theirs, like=like).copy()
+        if ours.response_length and self._masks_earlier:
+            ours.loss_mask = LossMask(bytes(ours.response_length))
         return ours
 
     async def _generate_custom(

@@ -21,6 +21,7 @@ import msgspec
 
 from eventbus.columns import Column, Tokens
 from eventbus.events import (
+    AttemptEnded,
     BatchAssembled,
     ColumnMark,
     EventHead,
@@ -287,6 +288,8 @@ class RoundRecord:
         return f"{'evaluation' if self.evaluation else 'rollout'} {self.rollout_id}"
 
     def _add(self, event: Any) -> None:
+        if isinstance(event, AttemptEnded):
+            return  # no engine is asked
         execution = getattr(event, "execution", None)
         if execution is not None:
             self._add_sample(event, execution)

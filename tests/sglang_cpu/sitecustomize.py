@@ -4,7 +4,8 @@ the server has it.
 Of what it imports and does not need there, torchvision and sgl_kernel have no build without CUDA. torchvision is a
 module in which every name exists; sgl_kernel lies beside this file, and its operators raise when they are called.
 SGLang's own code for the CPU, in torch, does the rest. The buffers for routed experts are pinned by CUDA; here they are
-plain.
+plain. `--enable-deterministic-inference` wants kernels that compute the same in every batch, and one that hashes seeds;
+here it is taken with a hash in torch, and repeats what comes one request at a time.
 """
 
 import importlib.abc
@@ -61,9 +62,11 @@ class _Torchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None: ...
 
 
-class _PlainBuffers(importlib.abc.MetaPathFinder):
+class _Changed(importlib.abc.MetaPathFinder):
+    """Modules of SGLang that are changed when they have been imported."""
+
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if fullname != "sglang.srt.state_capturer.base":
+        if fullname not in _CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         assert spec is not None
@@ -72,10 +75,14 @@ class _PlainBuffers(importlib.abc.MetaPathFinder):
 
         def execute_and_change(module: types.ModuleType) -> None:
             execute(module)
-            module.ALLOC_MEMORY_FUNCS = _Plain()  # type: ignore[attr-defined]
+            _CHANGES[fullname](module)
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec
+
+
+def _plain_buffers(module: Any) -> None:
+    module.ALLOC_MEMORY_FUNCS = _Plain()
 
 
 class _Plain(dict[Any, Any]):
@@ -85,5 +92,33 @@ class _Plain(dict[Any, Any]):
         return lambda dims, dtype=None, device="cpu", **options: torch.zeros(dims, dtype=dtype, device=device)
 
 
-sys.meta_path.insert(0, _PlainBuffers())
+def _torch_attention_too(module: Any) -> None:
+    module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+
+
+def _no_kernels(module: Any) -> None:
+    module.enable_batch_invariant_mode = lambda *arguments, **options: None
+
+
+def _hash_in_torch(module: Any) -> None:
+    def mix(x: Any, shift: int, factor: int) -> Any:
+        return ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+
+    def murmur_hash32(seed: Any, positions: Any, columns: Any) -> Any:
+        """[n], [n], [m] -> [n, m], 32 bits each."""
+        row = mix(seed.long() * 0x9E3779B1 + positions.long(), 16, 0x85EBCA6B)
+        hashed = mix(mix(row[:, None] + columns.long() * 0xC2B2AE35, 16, 0x85EBCA6B), 13, 0xC2B2AE35)
+        return hashed ^ (hashed >> 16)
+
+    module.murmur_hash32 = murmur_hash32
+
+
+_CHANGES = {
+    "sglang.srt.state_capturer.base": _plain_buffers,
+    "sglang.srt.arg_groups.choices": _torch_attention_too,
+    "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_kernels,
+    "sglang.kernels.ops.sampling.murmur_hash": _hash_in_torch,
+}
+
+sys.meta_path.insert(0, _Changed())
 sys.meta_path.append(_Torchvision())

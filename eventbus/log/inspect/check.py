@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from eventbus.events import (
+    AttemptEnded,
     BatchAssembled,
     BatchTrained,
     Event,
@@ -195,6 +196,10 @@ class Checker:
                 self._unknown[event.kind] += 1
             case RolloutStarted():
                 self._on_started(event)
+            case AttemptEnded():
+                pass  # one that nobody wants any more may end after its group, and after its rollout
+            case WeightsUpdated() if event.workers:
+                pass  # an engine says so, whenever it has them
             case BatchTrained() | WeightsUpdated():
                 self._on_trained(event)
             case _:
@@ -491,7 +496,9 @@ class Checker:
         if back := sorted(shown & group.lost):
             self._broken("ledger", f"completed with the executions {back}, which failed", group=group.index)
         count = len(event.samples)
-        if not self._least(group, round_) <= count <= len(group.executions) - len(group.lost):
+        # Of a carried group, a group stage in the rollout before may have left fewer.
+        least = 0 if event.at else self._least(group, round_)
+        if not least <= count <= len(group.executions) - len(group.lost):
             lost = f", {len(group.lost)} of them lost" if group.lost else ""
             self._broken(
                 "ledger", f"completed with {count} executions of {len(group.executions)}{lost}", group=group.index

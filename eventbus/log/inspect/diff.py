@@ -1,8 +1,9 @@
 """Where two streams part: the first event that differs, then what each rollout kept, why, and for what rewards.
 
-Numbers of events and all times are left out of the comparison, as is the worker that ran a stage. Two runs of the same
-work may interleave in another way: so there are two answers, the first place at which the streams differ, and the first
-event that the other stream has not, or has with other content, wherever it stands.
+Numbers of events and all times are left out of the comparison, as are workers (those that ran a stage, and those of an
+engine) and the attempts of an engine to get an answer. Two runs of the same work may interleave in another way: so
+there are two answers, the first place at which the streams differ, and the first event that the other stream has not,
+or has with other content, wherever it stands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from typing import Any
 import msgspec
 
 from eventbus.codecs import encoder
-from eventbus.events import Event, GroupCompleted, GroupEnded, LightSample, RolloutStarted, UnknownEvent
+from eventbus.events import (
+    AttemptEnded,
+    Event,
+    GroupCompleted,
+    GroupEnded,
+    LightSample,
+    RolloutStarted,
+    UnknownEvent,
+    WeightsUpdated,
+)
 from eventbus.sample import Sample
 
 __all__ = ["DiffReport", "Divergence", "RolloutDiff", "diff"]
@@ -82,7 +92,7 @@ def diff(a: Iterable[Event], b: Iterable[Event]) -> DiffReport:
     places: tuple[dict[Key, bytes], dict[Key, bytes]] = {}, {}
     counts = [0, 0]
     first: Divergence | None = None
-    for pair in zip_longest(a, b):
+    for pair in zip_longest(_compared(a), _compared(b)):
         content: list[bytes | None] = [None, None]
         for side, event in enumerate(pair):
             if event is not None:
@@ -170,7 +180,15 @@ def _first_content(
 
 def _find(events: Iterable[Event], place: Key) -> Event | None:
     table = _Table()
-    return next((event for event in events if table.feed(event) == place), None)
+    return next((event for event in _compared(events) if table.feed(event) == place), None)
+
+
+def _compared(events: Iterable[Event]) -> Iterator[Event]:
+    for event in events:
+        if isinstance(event, WeightsUpdated):
+            yield msgspec.structs.replace(event, workers=[], missed_by=[])
+        elif not isinstance(event, AttemptEnded):
+            yield event
 
 
 def _identity(event: Any) -> Key:

@@ -18,6 +18,7 @@ import msgspec
 from eventbus.codecs import Opaque
 from eventbus.columns import Column
 from eventbus.events import (
+    AttemptEnded,
     BatchAssembled,
     BatchTrained,
     Event,
@@ -180,6 +181,8 @@ class _Trace:
                         yield self._flow("f", arrow, _ROLLOUTS, self._lane(event), now)
             case BatchAssembled():
                 yield from self._mark(event, "batch assembled", {"groups": event.groups, "samples": event.samples})
+            case AttemptEnded() if event.outcome == "failed":
+                yield from self._mark(event, f"attempt failed at {event.worker}", json_value(event))
             case BatchTrained() | WeightsUpdated():
                 yield from self._mark(event, event.kind.replace("_", " "), json_value(event))
 

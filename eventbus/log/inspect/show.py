@@ -11,6 +11,7 @@ from msgspec import UNSET
 from rich.text import Text
 
 from eventbus.events import (
+    AttemptEnded,
     BatchAssembled,
     BatchTrained,
     ColumnMark,
@@ -86,6 +87,8 @@ def _style(event: Any) -> str:
         return "red"
     if isinstance(event, StageApplied) and event.dropped is not None:
         return "yellow"
+    if isinstance(event, AttemptEnded) and event.outcome != "answered":
+        return "yellow"
     return ""
 
 
@@ -129,7 +132,16 @@ def _says(event: Any) -> str:
             metrics = " ".join(f"{name}={value:.4g}" for name, value in event.metrics.items())
             return metrics + ("" if event.weight_version is None else f" weights {event.weight_version}")
         case WeightsUpdated():
-            return f"to {event.version}"
+            how = f" ({event.pause})" if event.pause else ""
+            took = "" if event.seconds is None else f" in {_seconds(event.seconds)}"
+            where = f", {_count(len(event.workers), 'worker')}" if event.workers else ""
+            missed = f", not at {', '.join(event.missed_by)}" if event.missed_by else ""
+            return f"to {event.version}{how}{took}{where}{missed}"
+        case AttemptEnded():
+            where = "" if event.group_index is None else f"group {event.group_index} "
+            where += "" if event.index is None else f"sample {event.index} "
+            said = f": {short(event.error, 200)}" if event.error else f", {_count(event.tokens, 'token')}"
+            return f"{where}{event.stage}: attempt {event.attempt} at {event.worker} {event.outcome}{said}"
         case UnknownEvent():
             return "(of a newer version)"
     return ""
@@ -262,6 +274,14 @@ def _step(step: Step) -> Iterator[Text]:
             )
             if step.weight_versions:
                 yield _detail("weights", _spans(step.weight_versions))
+        case "attempted":
+            style = "" if step.outcome == "answered" else "yellow"
+            brought = f", {_count(step.tokens, 'token')}" if step.tokens else ""
+            text = f"attempt {step.attempts} {step.outcome} after {_seconds(step.seconds or 0.0)}{brought}"
+            yield _row(step.at, step.seq, step.stage, text, style)
+            yield _detail("worker", step.asked or "")
+            if step.error:
+                yield _detail("error", short(step.error, 70), style)
         case "failed":
             again = {"resubmit": "; once more from the prompt", "raise": "; ends the rollout"}.get(
                 step.policy or "", ""
@@ -322,7 +342,8 @@ def _brief(story: ExecutionStory) -> Iterator[Text]:
     line = Text(f"    sample {story.index}, execution {story.execution}: {'; '.join(parts) or 'nothing yet'}")
     yield line
     for step in story.steps:
-        if step.kind == "failed" or step.dropped is not None or step.attempts > 1:
+        unusual = step.outcome != "answered" if step.kind == "attempted" else step.attempts > 1
+        if step.kind == "failed" or step.dropped is not None or unusual:
             yield from _step(step)
 
 
@@ -330,7 +351,7 @@ def _brief(story: ExecutionStory) -> Iterator[Text]:
 
 
 def waste_lines(report: WasteReport) -> Iterator[Text]:
-    """Three tables: by cause, by stage, by prompt."""
+    """Tables: by cause, by stage, by prompt, and attempts by the worker that was asked."""
     total = report.used.tokens + report.tokens_lost + report.open.tokens
     yield Text(f"{'cause':<44}{'tokens':>14}{'share':>8}{'seconds':>12}", style="bold")
     rows: list[tuple[str, Cost]] = [("used in batches", report.used)]
@@ -355,6 +376,11 @@ def waste_lines(report: WasteReport) -> Iterator[Text]:
         for prompt in report.prompts:
             name = f"group {prompt.group_index} {short(prompt.prompt, 28)}"
             yield Text(f"{_cut(name, 43):<44}{prompt.tokens:>14,}{'':>8}{prompt.seconds:>12,.2f}")
+    if report.attempts:
+        yield Text()
+        yield Text(f"{'attempts that brought nothing, at':<44}{'attempts':>14}{'':>8}{'seconds':>12}", style="bold")
+        for worker, (count, seconds) in report.attempts.items():
+            yield Text(f"{_cut(worker, 43):<44}{count:>14,}{'':>8}{seconds:>12,.2f}")
 
 
 def _cut(text: str, limit: int) -> str:

@@ -7,6 +7,9 @@ recycled or carried group brings along counts where it ends. Evaluations are cou
 Seconds are those of the stages, without what they waited for a limit and without the stages that a wrapper ran. Of a
 stage that raised the events do not say how long it took: it is counted from the last event of its sample, which takes
 in the wait for a worker. What was cancelled in the middle of a stage left no trace of that stage.
+
+What an engine's worker generated in an attempt that brought nothing is in none of these tokens, since nobody knows how
+much it was: such attempts are counted by themselves, with the seconds that they took.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import msgspec
 
 from eventbus.events import (
+    AttemptEnded,
     BatchTrained,
     Event,
     GroupCompleted,
@@ -67,6 +71,9 @@ class WasteReport(msgspec.Struct):
     """Seconds per stage: all, and of these lost. Most lost first."""
     prompts: list[PromptWaste]
     """Those with the most tokens lost."""
+    attempts: dict[str, tuple[int, float]] = {}
+    """Per address of an engine's worker: attempts in training that failed or were aborted, and brought nothing; their
+    seconds, which are also in those of the stage. Most seconds first."""
 
     @property
     def tokens_lost(self) -> int:
@@ -141,6 +148,7 @@ class _Count:
         self._lost: dict[str, Cost] = {}
         self._stages: dict[str, tuple[float, float]] = {}
         self._prompts: dict[int, PromptWaste] = {}
+        self._attempts: dict[str, tuple[int, float]] = {}
 
     def feed(self, event: Event) -> None:
         match event:
@@ -148,6 +156,10 @@ class _Count:
                 self._submitted(event)
             case BatchTrained():
                 self._kept.pop(event.rollout_id, None)
+            case AttemptEnded():
+                if event.outcome != "answered" and not event.tokens and not event.evaluation:
+                    count, seconds = self._attempts.get(event.worker, (0, 0.0))
+                    self._attempts[event.worker] = (count + 1, seconds + event.seconds)
             case SampleGenerated() | StageApplied() | StageFailed() | GroupCompleted() | GroupEnded():
                 account = self._account(event)
                 if account is not None:
@@ -169,6 +181,7 @@ class _Count:
             self._evaluation,
             dict(sorted(self._stages.items(), key=lambda item: (-item[1][1], -item[1][0], item[0]))),
             prompts[:top],
+            dict(sorted(self._attempts.items(), key=lambda item: (-item[1][1], item[0]))),
         )
 
     def _account(self, event: Any) -> _Account | None:

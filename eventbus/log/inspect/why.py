@@ -15,6 +15,8 @@ import msgspec
 from msgspec import UNSET
 
 from eventbus.events import (
+    AttemptEnded,
+    AttemptOutcome,
     BatchTrained,
     Event,
     GroupCompleted,
@@ -77,7 +79,7 @@ class Step(msgspec.Struct, omit_defaults=True, kw_only=True):
     seq: int
     at: float
     """Seconds since the group was submitted."""
-    kind: Literal["applied", "generated", "failed", "judged"]
+    kind: Literal["applied", "generated", "attempted", "failed", "judged"]
     stage: str
     index: int | None = None
     child: int = 0
@@ -92,6 +94,11 @@ class Step(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Samples that it fanned out into."""
     dropped: str | None = None
     error: str | None = None
+    asked: str | None = None
+    """Address of the engine's worker that the attempt was made at."""
+    outcome: AttemptOutcome | None = None
+    tokens: int = 0
+    """That the attempt brought."""
     policy: str | None = None
     status: SampleStatus | None = None
     response_length: int | None = None
@@ -290,6 +297,8 @@ class _Teller:
                 self._submitted(event)
             case _ if getattr(event, "group_index", None) == self._place.group_index:
                 chapter = self._chapters.get(event.rollout_id)
+                if chapter is None and isinstance(event, AttemptEnded):  # given up because the group had ended
+                    chapter = self._last.get(event.rollout_id)
                 if chapter is not None:
                     self._go_on(event, chapter, (event.time_ns - chapter.time_ns) / 1e9)
 
@@ -348,6 +357,22 @@ class _Teller:
                         status=event.status,
                         response_length=event.response_length,
                         weight_versions=event.weight_versions,
+                    )
+                )
+            case AttemptEnded():
+                steps.append(
+                    Step(
+                        seq=event.seq,
+                        at=at,
+                        kind="attempted",
+                        stage=event.stage or "",
+                        index=event.index,
+                        seconds=event.seconds,
+                        attempts=event.attempt,
+                        error=event.error,
+                        asked=event.worker,
+                        outcome=event.outcome,
+                        tokens=event.tokens,
                     )
                 )
             case StageFailed():
