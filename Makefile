@@ -1,13 +1,24 @@
-# Every target makes its own virtual environment in .venv and installs again only when pyproject.toml changed.
+# Every target makes its own virtual environment in .venv and installs again only when pyproject.toml changed. A real
+# SGLang has one of its own, .venv-sglang (3 GB), with the versions that it needs.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SGLANG := ROLLOUTBUS_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python
 
-.PHONY: demo test test-slow test-megatron check bench clean
+.PHONY: demo demo-megatron demo-sglang test test-slow test-megatron test-sglang check docs bench clean
 
 demo: .venv/installed-demo
 	$(BIN)/rolloutbus run examples/demo/run.toml
+
+# Two ranks on the CPU, with a GPT of megatron-core in each.
+demo-megatron: .venv/installed-megatron
+	OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+	-m examples.megatron.sort_digits
+
+# Two real servers on the CPU and the real router in front of them.
+demo-sglang: .venv/installed-sglang .venv-sglang/installed
+	$(SGLANG) $(BIN)/python -m tests.sglang_real 2 $(BIN)/python examples/sglang/rollouts.py
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not slow"
@@ -19,29 +30,41 @@ test-slow: .venv/installed-dev
 test-megatron: .venv/installed-megatron
 	$(BIN)/python -m pytest tests/test_deep_ep.py tests/test_stateless_adam.py tests/test_megatron_*.py
 
+# With a real SGLang server and a real router, on a CPU.
+test-sglang: .venv/installed-dev .venv-sglang/installed
+	$(SGLANG) $(BIN)/python -m pytest -m sglang
+
 check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/installed-docs
+	$(BIN)/python -m mkdocs build
+
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-sglang .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rolloutbus needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 
-# Without a GPU torch's CPU build does, at a tenth of the size. It comes from a local folder where pip is configured with
-# one (PIP_FIND_LINKS), else from torch's own index; where neither has it, the next step takes PyPI's default build.
+# Torch's CPU build is a tenth of the default one. It comes from a local folder where pip is configured with one
+# (PIP_FIND_LINKS), else from torch's own index; where neither has it, the next step takes PyPI's default build.
+# $(call torch-for-cpu,pip,requirement)
+define torch-for-cpu
+$(1) install --no-index --no-deps $(2) 2>/dev/null \
+	|| $(1) install --retries 0 --timeout 10 --index-url https://download.pytorch.org/whl/cpu $(2) \
+	|| echo "torch: no CPU build found, taking PyPI's default build (several GB)"
+endef
+
 .venv/torch: | .venv/bin/python
 	$(BIN)/python -c 'import torch' 2>/dev/null \
 	|| command -v nvidia-smi >/dev/null \
-	|| $(PIP) install --no-index --no-deps torch 2>/dev/null \
-	|| $(PIP) install --retries 0 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch \
-	|| echo "torch: no CPU build found, taking PyPI's default build (several GB)"
+	|| $(call torch-for-cpu,$(PIP),torch)
 	touch $@
 
 .venv/installed-demo: pyproject.toml | .venv/torch
@@ -50,8 +73,28 @@ clean:
 
 .venv/installed-dev: pyproject.toml | .venv/torch
 	$(PIP) install --editable '.[embedded,math,dev]'
-	touch $@ .venv/installed-demo
+	touch $@ .venv/installed-demo .venv/installed-sglang
+
+.venv/installed-docs: pyproject.toml .venv/installed-dev
+	$(PIP) install --editable '.[docs]'
+	touch $@
 
 .venv/installed-megatron: pyproject.toml .venv/installed-dev
 	$(PIP) install --editable '.[test-megatron]'
 	touch $@
+
+.venv/installed-sglang: pyproject.toml | .venv/bin/python
+	$(PIP) install --editable '.[sglang]'
+	touch $@
+
+# Made whole or not at all.
+.venv-sglang/installed: SGLANG_PIP = .venv-sglang/bin/python -m pip --disable-pip-version-check --quiet
+.venv-sglang/installed: tests/sglang_cpu/requirements.txt
+	@echo "Installing SGLang for the CPU into .venv-sglang: 2 minutes, 3 GB"
+	@rm -rf .venv-sglang
+	@$(PYTHON) -m venv .venv-sglang
+	@$(call torch-for-cpu,$(SGLANG_PIP),torch==2.13.0)
+	@$(SGLANG_PIP) install --no-deps sglang==0.5.23 && $(SGLANG_PIP) install -r $< \
+	|| { echo "SGLang cannot be installed here. It needs Linux on x86-64, a package index that pip reaches, and 3 GB of \
+	disk. Or name the interpreter of an environment that has it: ROLLOUTBUS_SGLANG_PYTHON=... python -m pytest -m sglang"; exit 1; }
+	@touch $@
