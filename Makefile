@@ -32,7 +32,7 @@ test-megatron: .venv/installed-megatron
 
 # With a real SGLang server and a real router, on a CPU.
 test-sglang: .venv/installed-dev .venv-sglang/installed
-	$(SGLANG) $(BIN)/python -m pytest -m sglang
+	$(SGLANG) $(BIN)/python -m pytest -m sglang -o faulthandler_timeout=900
 
 check: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -4,6 +4,11 @@
     plan             from sample lengths to steps, ranks and micro-batches
     packing          samples of a micro-batch as tensors
     losses           policy losses, KL, aggregation
+    objective        a policy loss by its options
+    log_probs        out of logits that lie on several ranks
+    trainer          from a batch to steps of the optimizer
+    stream           one rank owns the stream, every rank trains its part
+    weights          from the model to the engine, by the names of Hugging Face
     stateless_adam   Adam that keeps nothing between steps
 
 Needs `rolloutbus[megatron]`; the guard and the plan need nothing.
@@ -19,26 +24,64 @@ from backends.megatron.plan import ParallelLayout, PlanError, plan_microbatches
 from eventbus.imports import optional_dependency
 
 if TYPE_CHECKING:
+    from backends.megatron.objective import Objective, Terms
     from backends.megatron.packing import MicroBatch, StepTotals, pack, step_totals
+    from backends.megatron.shard import Shard
     from backends.megatron.stateless_adam import StatelessAdam
+    from backends.megatron.stream import RankFailed, ShardedStream
+    from backends.megatron.trainer import ConfigError, MegatronTrainer
+    from backends.megatron.weights import (
+        Broadcast,
+        Checkpoint,
+        SharedMemory,
+        llama_names,
+        named_weights,
+        send_weights,
+    )
 
 __all__ = [
+    "Broadcast",
+    "Checkpoint",
+    "ConfigError",
+    "MegatronTrainer",
     "MicroBatch",
+    "Objective",
     "ParallelLayout",
     "PlanError",
+    "RankFailed",
+    "Shard",
+    "ShardedStream",
+    "SharedMemory",
     "StatelessAdam",
     "StepTotals",
+    "Terms",
     "guard_deep_ep",
+    "llama_names",
+    "named_weights",
     "pack",
     "plan_microbatches",
+    "send_weights",
     "step_totals",
 ]
 
 _WITH_TORCH = {
+    "Broadcast": "weights",
+    "Checkpoint": "weights",
+    "ConfigError": "trainer",
+    "MegatronTrainer": "trainer",
     "MicroBatch": "packing",
+    "Objective": "objective",
+    "RankFailed": "stream",
+    "Shard": "shard",
+    "ShardedStream": "stream",
+    "SharedMemory": "weights",
     "StatelessAdam": "stateless_adam",
     "StepTotals": "packing",
+    "Terms": "objective",
+    "llama_names": "weights",
+    "named_weights": "weights",
     "pack": "packing",
+    "send_weights": "weights",
     "step_totals": "packing",
 }
 

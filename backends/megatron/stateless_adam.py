@@ -16,6 +16,7 @@ nothing, without a word. So the optimizer is replaced where it was built, and lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -143,9 +144,10 @@ def use_stateless_adam(optimizer: Any) -> None:
         use_stateless_adam(optimizer)
 
     Groups of parameters stay the same objects, so schedulers and the distributed optimizer go on with them. Call it
-    before the first step and before a checkpoint is loaded. There is no optimizer state to save afterwards
-    (Megatron-LM: `--no-save-optim`, `--no-load-optim`): without Transformer Engine and Apex the distributed optimizer's
-    `state_dict` fails an assertion, since it looks for Adam's step.
+    before the first step and before a checkpoint is loaded. `state_dict` of the optimizer then holds the options of
+    the groups and no moments, also that of the distributed optimizer, which without Transformer Engine and Apex would
+    look for Adam's step and fail. What a sharded checkpoint takes from the optimizer beside it are moments: leave it
+    out (Megatron-LM: `--no-save-optim`, `--no-load-optim`).
 
     :param optimizer: what `megatron.core.optimizer.get_megatron_optimizer` returned.
     :raises TypeError: what is inside is no Adam (that of torch, or the FusedAdam of Transformer Engine or Apex), such
@@ -195,9 +197,23 @@ def _replace(part: Any) -> None:
         group["adam_w_mode"] = part.config.decoupled_weight_decay
     part.optimizer = stateless
     part.init_state_fn = _no_state  # by which a checkpoint would bring the moments back
+    if hasattr(part, "gbuf_ranges"):  # the distributed optimizer
+        part.state_dict = partial(_state_dict, part)
     if type(part.optimizer) is not StatelessAdam:
         raise TypeError(f"{type(part).__name__} went on with {type(part.optimizer).__name__}, not StatelessAdam")
 
 
 def _no_state(*arguments: Any, **options: Any) -> None:
     """In the place of megatron-core's `init_state_fn`."""
+
+
+def _state_dict(part: Any) -> dict[str, Any]:
+    """In the place of `DistributedOptimizer.state_dict`, in its form; it is loaded with a step in every group."""
+    groups = [
+        {**{name: value for name, value in group.items() if name != "params"}, "step": 0}
+        for group in part.optimizer.param_groups
+    ]
+    found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+    if part.grad_scaler:
+        found["grad_scaler"] = part.grad_scaler.state_dict()
+    return found

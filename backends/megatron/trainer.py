@@ -1,0 +1,705 @@
+"""`MegatronTrainer`: a batch becomes steps of megatron-core's optimizer, on any mix of DP, TP, PP, VPP, CP and EP.
+
+    plan_microbatches -> pack -> get_forward_backward_func() -> finalize_model_grads -> optimizer.step -> scheduler.step
+
+What it keeps true: the gradient is that of
+
+    loss = sum over the step's tokens of aggregate(values) / denominator
+
+however the step is cut, as if one process had computed it in one pass. What is averaged on the way, over M
+micro-batches and dp * cp ranks, is therefore multiplied by M * dp * cp first:
+
+- megatron-core takes (loss, tokens, anything) from a loss function and divides the loss by tokens and by M. With a
+  pair, (loss, anything), it would multiply by cp on top of that. Here it is always three, with tokens = 1;
+- `DistributedDataParallel` then averages over the dp * cp ranks;
+- with `calculate_per_token_loss` neither happens, and `finalize_model_grads` divides by the sum of all tokens, which
+  are M * dp * cp, so the result is the same.
+
+Whatever is wrong with a batch is found before the first collective. Ranks that look at the same batch find the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from itertools import chain
+from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, get_args
+
+import anyio
+import anyio.to_thread
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.megatron import losses
+from backends.megatron.deep_ep import guard_deep_ep
+from backends.megatron.log_probs import kept_tokens, log_probs_and_entropy
+from backends.megatron.losses import Aggregation, PolicyLoss
+from backends.megatron.objective import Objective, Terms
+from backends.megatron.packing import BatchError, MicroBatch, StepTotals, pack, step_totals
+from backends.megatron.plan import ParallelLayout, plan_microbatches
+from backends.megatron.shard import Shard, ShardStep
+from eventbus.group import Batch, TrainResult
+from eventbus.imports import optional_dependency
+from eventbus.sample import Sample
+
+__all__ = ["ConfigError", "Forward", "Loss", "MegatronTrainer", "check_config", "forward"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+Forward: TypeAlias = Callable[[Any, MicroBatch], Tensor]
+"""Runs one model chunk over a micro-batch: what `forward` in this module does."""
+
+Loss: TypeAlias = Callable[[Terms], "PolicyLoss | Tensor"]
+"""The loss of each token, such as an `Objective`. An attribute `needs`, as that of `Objective`, says what has to be
+there; without one it is "advantage" and "old_log_probs"."""
+
+
+_KNOWN: Final = frozenset(
+    {"advantage", "old_log_probs", "reference_log_probs", "rollout_log_probs", "teacher_log_probs"}
+)
+
+
+class ConfigError(ValueError):
+    """A configuration that megatron-core accepts and computes wrongly, or that this trainer cannot run."""
+
+
+def forward(model: Any, batch: MicroBatch) -> Tensor:
+    """Run a chunk of a `GPTModel`, or of a model that is called like one. Multimodal inputs go to it by name.
+
+    The mask is the causal one of the attention itself; packed sequences are told apart by their `PackedSeqParams`.
+    """
+    output: Tensor = model(
+        input_ids=batch.tokens,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        packed_seq_params=batch.packed_seq_params(),
+        **batch.multimodal,
+    )
+    return output
+
+
+class MegatronTrainer:
+    """Trains model chunks of megatron-core on the batches of a stream.
+
+        trainer = MegatronTrainer(model, optimizer, scheduler, max_tokens_per_gpu=16384, loss=Objective(clip_high=0.28))
+        result = await trainer.train(batch)          # on every rank
+
+    It takes what megatron-core's own training loop has: the list of chunks that `get_model` returned, each in a
+    `DistributedDataParallel`, the optimizer of `get_megatron_optimizer`, an `OptimizerParamScheduler` or None. The
+    layout is that of `megatron.core.parallel_state`. Functions in the model's config that are None
+    (`finalize_model_grads_func`, `grad_scale_func`, `no_sync_func`, `param_sync_func`) are set as that loop sets them.
+    `guard_deep_ep` is applied, since megatron-core builds DeepEP's buffers at the first dispatch.
+
+    :param loss: the loss of each token.
+    :param aggregation: how tokens become one number; see `backends.megatron.losses.aggregate`.
+    :param micro_batch_size: this, `max_tokens_per_gpu`, `global_batch_size` and `cost` as in `plan_microbatches`.
+    :param padded: one row per sequence instead of all in one, for models that do not take packed ones.
+    :param token_multiple: see `ParallelLayout`: 16 for FP8, 32 for MXFP8.
+    :param temperature: that of the rollouts; logits are divided by it.
+    :param old_log_probs: "rollout": the policy before the batch is what the engine said, `rollout_log_probs`.
+        "recompute": it is what this model says before the first step; in that first step these are the log-probs of the
+        step itself, without their gradient, later steps cost a forward pass more.
+    :param reference: for a KL: chunks like those of the model, run without gradient; or a function of a micro-batch,
+        called on the last pipeline stage, that returns the log-probs [R].
+    :param forward: runs a chunk.
+    :param version: batches trained so far, in a run that goes on.
+    :raises ConfigError: megatron-core would compute something else than asked for; the message says what to change.
+    :raises ValueError: an option is out of range.
+    :raises TypeError: a chunk is not in a `DistributedDataParallel`.
+    :raises LoadError: megatron-core is not installed.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        loss: Loss | None = None,
+        aggregation: Aggregation = "token",
+        micro_batch_size: int | None = None,
+        max_tokens_per_gpu: int | None = None,
+        global_batch_size: int | None = None,
+        cost: Callable[[int], float] | None = None,
+        padded: bool = False,
+        token_multiple: int = 1,
+        temperature: float = 1.0,
+        old_log_probs: Literal["rollout", "recompute"] = "rollout",
+        reference: Sequence[Any] | Callable[[MicroBatch], Tensor] | None = None,
+        forward: Forward = forward,
+        version: int = 0,
+    ) -> None:
+        if (micro_batch_size is None) == (max_tokens_per_gpu is None):
+            raise ValueError("MegatronTrainer: give either micro_batch_size or max_tokens_per_gpu, one of them")
+        if not temperature > 0:
+            raise ValueError(f"MegatronTrainer: temperature is {temperature}, it must be more than 0")
+        if old_log_probs not in ("rollout", "recompute"):
+            raise ValueError(
+                f"MegatronTrainer: old_log_probs is {old_log_probs!r}, it must be 'rollout' or 'recompute'"
+            )
+        if aggregation not in get_args(Aggregation):
+            raise ValueError(
+                f"MegatronTrainer: aggregation is {aggregation!r}, it must be one of {get_args(Aggregation)}"
+            )
+        self.model = list(model)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.loss: Loss = Objective() if loss is None else loss
+        self.aggregation: Aggregation = aggregation
+        self.padded = padded
+        self.temperature = temperature
+        self.reference = reference
+        self.forward = forward
+        self.version = version
+        """Batches trained; as a string the version of the weights."""
+        self._plan = {
+            "micro_batch_size": micro_batch_size,
+            "max_tokens_per_gpu": max_tokens_per_gpu,
+            "global_batch_size": global_batch_size,
+            "cost": cost,
+        }
+        self._needs: frozenset[str] = getattr(self.loss, "needs", frozenset({"advantage", "old_log_probs"}))
+        if unknown := sorted(self._needs - _KNOWN):
+            raise ValueError(f"MegatronTrainer: the loss needs {', '.join(unknown)}, of {', '.join(sorted(_KNOWN))}")
+        self._recompute = old_log_probs == "recompute" and "old_log_probs" in self._needs
+        if "reference_log_probs" in self._needs and reference is None:
+            raise ValueError("MegatronTrainer: the loss needs reference_log_probs: give reference=...")
+        if {"old_log_probs", "rollout_log_probs"} <= self._needs and not self._recompute:
+            raise ValueError(
+                "MegatronTrainer: the loss compares old log-probs with those of the rollout, and with "
+                "old_log_probs='rollout' they are the same: set old_log_probs='recompute'"
+            )
+        self._ranks = _Ranks.found()
+        config = _unwrapped(self.model[0]).config
+        self.config = config
+        self.layout = ParallelLayout(
+            dp=self._ranks.dp,
+            cp=self._ranks.cp,
+            tp=self._ranks.tp if config.sequence_parallel else 1,
+            vpp_group=config.microbatch_group_size_per_vp_stage if len(self.model) > 1 else 1,
+            token_multiple=token_multiple,
+        )
+        check_config(
+            config, self.layout, pp=self._ranks.pp, chunks=len(self.model), gloo=self._ranks.gloo, padded=padded
+        )
+        self._check_chunks()
+        self._set_functions()
+        self._inputs = frozenset(inspect.signature(_unwrapped(self.model[0]).forward).parameters)
+        self._device = next(self.model[0].parameters()).device
+        self._vocabulary: int | None = getattr(_unwrapped(self.model[0]), "vocab_size", None)
+        self._context: int | None = getattr(_unwrapped(self.model[0]), "max_sequence_length", None)
+        self._thread = ThreadPoolExecutor(1, "megatron", self._enter_thread, (torch.get_num_threads(),))
+        self.guard = guard_deep_ep()
+
+    async def train(self, batch: Batch | Shard) -> TrainResult:
+        """Train on a batch: every step of its plan. All ranks call it, each with the same batch or with its own shard,
+        and all return the same.
+
+        Metrics: `loss`, `grad_norm` (before it is clipped; missing if megatron-core computed none), means over the
+        tokens that count in the loss: `ratio`, `clip_fraction`, `kl` (of the policy before the batch from this one, k3
+        estimator), `entropy`, with a reference `reference_kl` (of this policy from it, k3), with recomputed log-probs
+        and those of the rollout `rollout_kl` (of the engine's policy from the trainer's before the batch, k3). All of
+        them are means over the steps. `reward`, the mean over the samples with a number for a reward; `tokens`, those
+        that count in the loss; `steps`; and with a scheduler `lr`.
+
+        The weights are those of `weight_version` when it returns, whole on every rank: hand them to the engine before
+        you acknowledge the batch. While it runs the event loop is free. Cancelled, it goes on to the end of the batch
+        first, since the other ranks do.
+
+        :raises BatchError: the batch cannot be trained on; nothing has been done.
+        :raises PlanError: it cannot be cut for this layout; nothing has been done.
+        :raises FloatingPointError: a gradient is not finite, on all ranks; the weights stay as they were before that
+            step.
+        """
+        return await self.call(self._train, batch)
+
+    async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run a function in the trainer's thread, after what is running there: for collectives over the same groups,
+        such as those that gather weights, which must come in the same order on all ranks."""
+        # Another thread waits for the trainer's: a way to wait that asyncio and trio share. Its limiter is its own, so
+        # that no stage that runs in threads keeps it waiting.
+        work = partial(self._thread.submit, function, *args, **kwargs)
+        return await anyio.to_thread.run_sync(lambda: work().result(), limiter=anyio.CapacityLimiter(1))
+
+    def shards(self, batch: Batch) -> list[Shard]:
+        """Check a batch, plan its steps, and cut it: one shard per data-parallel rank, which the ranks of one
+        data-parallel rank (tensor, pipeline, context parallelism) share. No collective: one rank may do it for all.
+
+        :raises BatchError: the batch is empty; a sample is malformed or does not fit the model; columns disagree in
+            length, are not finite, or are missing; a reward is not finite.
+        :raises PlanError: a sample is longer than `max_tokens_per_gpu` allows, or there are too few of them.
+        """
+        samples = batch.samples
+        if not samples:
+            raise BatchError(f"batch {batch.rollout_id} has no samples")
+        for sample in samples:
+            self._check_sample(sample)
+        plan = plan_microbatches(
+            [len(sample.tokens) for sample in samples],
+            self.layout,
+            executions=[sample.rollout_id for sample in samples],
+            **self._plan,  # type: ignore[arg-type]
+        )
+        shards = [Shard(batch.rollout_id, []) for _ in range(self.layout.dp)]
+        for step in plan:
+            totals = step_totals([samples[n] for rank in step.micro_batches for part in rank for n in part])
+            self._check_columns(totals)
+            for shard, parts in zip(shards, step.micro_batches, strict=True):
+                shard.steps.append(ShardStep([[samples[n] for n in part] for part in parts], totals))
+        return shards
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the shards is this rank's."""
+        return self._ranks.dp_rank
+
+    def close(self) -> None:
+        """Let the trainer's thread go, once it is done, and give the guard of DeepEP's buffers back."""
+        self._thread.shutdown()
+        self.guard.unguard()
+
+    # In the trainer's thread
+
+    def _enter_thread(self, threads: int) -> None:
+        """One thread for all that this trainer does, as long as it lives. What belongs to a thread:
+
+        - the current CUDA device, which is 0 in a new one;
+        - torch_memory_saver's "interesting region": a region that another thread entered does not reach here, with
+          TMS_INIT_ENABLE=1 it is on as in every thread, and the guard of DeepEP's buffers turns off that of the thread
+          that builds them;
+        - whether autograd records, and under which autocast: the backward pass takes both from the thread that starts
+          it, so nobody else's `no_grad` interferes;
+        - the number of threads that an operation on the CPU uses.
+
+        And with one thread there is one order of collectives.
+        """
+        torch.set_num_threads(threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _train(self, batch: Batch | Shard) -> TrainResult:
+        shard = self.shards(batch)[self.dp_rank] if isinstance(batch, Batch) else batch
+        old: list[list[Tensor | None]] = []
+        if self._recompute:
+            old = [self._without_gradient(self.model, self._parts(step)) for step in shard.steps[1:]]
+        found: list[dict[str, float]] = []
+        for number, step in enumerate(shard.steps):
+            parts = self._parts(step)
+            if number and self._recompute:
+                parts = [replace(part, old=value) for part, value in zip(parts, old[number - 1], strict=True)]
+            if callable(self.reference):
+                parts = [replace(part, reference=self._asked(self.reference, part.batch)) for part in parts]
+            elif self.reference is not None:
+                values = self._without_gradient(list(self.reference), parts)
+                parts = [replace(part, reference=value) for part, value in zip(parts, values, strict=True)]
+            found.append(self._step(parts, step.totals))
+        for chunk in self.model:
+            if chunk.ddp_config.overlap_param_gather:  # else the last step's would be gathered in the next forward pass
+                chunk.start_param_sync(force_sync=True)
+        self.version += 1
+        # With fp16 a step that overflowed has no norm.
+        seen = {name: [step[name] for step in found if name in step] for name in dict.fromkeys(chain(*found))}
+        metrics = {name: sum(values) / len(values) for name, values in seen.items()}
+        metrics |= self._rewards(shard)
+        metrics |= {"tokens": float(sum(step.totals.tokens for step in shard.steps)), "steps": float(len(found))}
+        if self.scheduler is not None:
+            metrics["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        return TrainResult(metrics, str(self.version))
+
+    def _parts(self, step: ShardStep) -> list[_Part]:
+        options: dict[str, Any] = {
+            "cp_rank": self._ranks.cp_rank,
+            "padded": self.padded,
+            "experts": self.config.num_moe_experts,
+        }
+        return [
+            _Part(number, pack(samples, self.layout, step.totals, **options).to(self._device))
+            for number, samples in enumerate(step.micro_batches)
+        ]
+
+    def _step(self, parts: Sequence[_Part], totals: StepTotals) -> dict[str, float]:
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        denominator = losses.denominator(totals, self.aggregation)
+        scale = len(parts) * self.layout.dp * self.layout.cp / denominator
+
+        def step(data: Iterator[_Part], chunk: Any) -> tuple[Tensor, Any]:
+            part = next(data)
+            return self.forward(chunk, part.batch), partial(self._loss_of, part, scale)
+
+        reported = self._run(step, self.model, parts)
+        self._check_gradients()
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated and self.scheduler is not None:
+            self.scheduler.step(increment=totals.executions)
+        sums = self._summed(reported, totals)
+        metrics = {name: value / totals.tokens for name, value in sums.items()}
+        metrics["loss"] = sums["loss"] / denominator
+        if grad_norm is not None:
+            metrics["grad_norm"] = float(grad_norm)
+        return metrics
+
+    def _run(self, step: Callable[..., Any], chunks: list[Any], parts: Sequence[_Part], **options: Any) -> list[Any]:
+        """What the loss function returned beside the loss, for each micro-batch; [] before the last stage."""
+        with optional_dependency():
+            schedules = import_module("megatron.core.pipeline_parallel")
+        rows, length = parts[0].batch.tokens.shape
+        reported: list[Any] = schedules.get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(parts) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(parts),
+            # Only the shape of what is sent between stages hangs on these, and each message says its own.
+            seq_length=length * self.layout.cp,
+            micro_batch_size=rows,
+            **{"forward_only": False, **options},
+        )
+        return reported
+
+    def _loss_of(self, part: _Part, scale: float, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch = part.batch
+        log_probs, entropy = self._predicted(batch, logits)
+        now = log_probs.detach()
+        old = part.old
+        if old is None:
+            old = now if self._recompute or batch.rollout_log_probs is None else batch.rollout_log_probs
+        reduce = partial(_Summed.apply, self._ranks.cp_group) if self.layout.cp > 1 else None
+        found: object = self.loss(Terms(log_probs, entropy, old, part.reference, batch, reduce))
+        if not isinstance(found, PolicyLoss):
+            if not isinstance(found, Tensor) or found.shape != now.shape:
+                raise TypeError(
+                    f"MegatronTrainer: the loss returned {_shown(found)}, it must be one value for each token, "
+                    f"a tensor of the shape {list(now.shape)}, or a PolicyLoss with that"
+                )
+            ratio = (now - old).clamp(-20, 20).exp()
+            found = PolicyLoss(found, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+        loss = losses.aggregate(found.loss, batch, self.aggregation)
+        seen = {"loss": loss.detach()}
+        means = {
+            "ratio": found.ratio,
+            "clip_fraction": found.clipped.to(now.dtype),
+            "kl": losses.kl(old, now),
+            "entropy": entropy.detach(),
+        }
+        if part.reference is not None:
+            means["reference_kl"] = losses.kl(now, part.reference)
+        if self._recompute and batch.rollout_log_probs is not None:
+            means["rollout_kl"] = losses.kl(batch.rollout_log_probs, old)
+        seen |= {name: losses.aggregate(values, batch, "token") for name, values in means.items()}
+        report = torch.stack([value.double() for value in seen.values()])
+        return loss * scale, torch.ones((), dtype=torch.int, device=loss.device), report
+
+    def _predicted(self, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
+        group = self._ranks.tp_group if _unwrapped(self.model[-1]).parallel_output else None
+        rows = logits.flatten(0, 1)[batch.rows]
+        kept = None
+        if batch.top_p_ids is not None and batch.top_p_offsets is not None:
+            kept = kept_tokens(batch.top_p_ids, batch.top_p_offsets, batch.targets, rows.shape[-1], group)
+        return log_probs_and_entropy(rows, batch.targets, temperature=self.temperature, kept=kept, group=group)
+
+    def _without_gradient(self, chunks: list[Any], parts: Sequence[_Part]) -> list[Tensor | None]:
+        """Log-probs of each micro-batch; None before the last stage."""
+        found: list[Tensor | None] = [None] * len(parts)
+
+        def step(data: Iterator[_Part], chunk: Any) -> tuple[Tensor, Any]:
+            part = next(data)
+
+            def keep(logits: Tensor, non_loss_data: bool) -> None:
+                found[part.number], _ = self._predicted(part.batch, logits)
+
+            return self.forward(chunk, part.batch), keep
+
+        modes = [chunk.training for chunk in chunks]
+        with torch.no_grad():
+            for chunk in chunks:
+                chunk.eval()
+            try:
+                self._run(step, chunks, parts, forward_only=True, collect_non_loss_data=True)
+            finally:
+                for chunk, mode in zip(chunks, modes, strict=True):
+                    chunk.train(mode)
+        return found
+
+    def _asked(self, reference: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor | None:
+        if not self._ranks.last_stage:
+            return None
+        with torch.no_grad():
+            return reference(batch)
+
+    def _check_gradients(self) -> None:
+        """With fp16 the optimizer finds such gradients by itself: it leaves the step out and lowers the loss scale."""
+        if self.optimizer.config.fp16:
+            return
+        norms = [
+            torch.linalg.vector_norm(buffer.grad_data.detach(), dtype=torch.float32)
+            for chunk in self.model
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        wrong = torch.zeros((), device=self._device)
+        if norms:
+            wrong += (~torch.stack(norms).isfinite()).any()
+        for group in self._ranks.all_groups:
+            dist.all_reduce(wrong, dist.ReduceOp.MAX, group)
+        if wrong:
+            raise FloatingPointError(f"a gradient of weights {str(self.version)!r} is not finite, so no step was made")
+
+    def _summed(self, reported: Sequence[Tensor], totals: StepTotals) -> dict[str, float]:
+        """Over all micro-batches and ranks, on every rank."""
+        names = ["loss", "ratio", "clip_fraction", "kl", "entropy"]
+        if self.reference is not None:
+            names.append("reference_kl")
+        if self._recompute and "rollout_log_probs" in totals.columns:
+            names.append("rollout_kl")
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self._device)
+        if self._ranks.last_stage:
+            sums += torch.stack(list(reported)).sum(0)
+            dist.all_reduce(sums, group=self._ranks.dp_cp_group)
+        if self._ranks.pp > 1:
+            dist.broadcast(sums, self._ranks.last_rank, group=self._ranks.pp_group)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def _rewards(self, shard: Shard) -> dict[str, float]:
+        rewards = [float(sample.reward) for sample in shard.samples if _is_number(sample.reward)]
+        sums = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._ranks.dp_cp_group)
+        total, count = sums.tolist()
+        return {"reward": total / count if count else math.nan}
+
+    # What is refused
+
+    def _check_chunks(self) -> None:
+        with optional_dependency():
+            wrapper = import_module("megatron.core.distributed").DistributedDataParallel
+        for chunk in self.model:
+            if not isinstance(chunk, wrapper):
+                raise TypeError(
+                    f"MegatronTrainer: a model chunk is a {type(chunk).__name__}, it must be in a "
+                    "megatron.core.distributed.DistributedDataParallel"
+                )
+            if chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+                raise ConfigError(
+                    "reuse_grad_buf_for_mxfp8_param_ag leaves it to the training loop to copy weights into the "
+                    "gradients' buffer, and this one does not: set it to False"
+                )
+        if self._ranks.vpp != (len(self.model) if len(self.model) > 1 else None):
+            raise ConfigError(
+                f"{len(self.model)} model chunks, but megatron.core.parallel_state was initialised with "
+                f"virtual_pipeline_model_parallel_size={self._ranks.vpp}: build one chunk for each"
+            )
+
+    def _set_functions(self) -> None:
+        def set_if_none(name: str, value: Any) -> None:
+            if getattr(self.config, name) is None:
+                setattr(self.config, name, value)
+
+        def each(name: str) -> Any:
+            functions = [getattr(chunk, name) for chunk in self.model]
+            return functions if len(functions) > 1 else functions[0]
+
+        with optional_dependency():
+            finalize = import_module("megatron.core.distributed").finalize_model_grads
+        set_if_none("finalize_model_grads_func", finalize)
+        set_if_none("grad_scale_func", self.optimizer.scale_loss)
+        wrapped = self.model[0].ddp_config
+        if wrapped.overlap_grad_reduce:
+            set_if_none("no_sync_func", each("no_sync"))
+        if wrapped.overlap_param_gather and wrapped.align_param_gather:
+            set_if_none("param_sync_func", each("start_param_sync"))
+
+    def _check_sample(self, sample: Sample) -> None:
+        name = f"sample {sample.index}"
+        if not sample.tokens:
+            raise BatchError(f"{name}: it has no tokens")
+        if isinstance(sample.reward, float) and not math.isfinite(sample.reward):
+            raise BatchError(f"{name}: its reward is {sample.reward}; drop it before it reaches the trainer")
+        if self._context is not None and len(sample.tokens) > self._context:
+            raise BatchError(f"{name}: {len(sample.tokens)} tokens exceed the model's context of {self._context}")
+        low, high = torch.frombuffer(sample.tokens, dtype=torch.int32).aminmax()
+        # megatron-core's embedding takes any other for a row of zeros
+        if low < 0 or (self._vocabulary is not None and high >= self._vocabulary):
+            wrong = int(low if low < 0 else high)
+            raise BatchError(f"{name}: token id {wrong} is not in the model's vocabulary of {self._vocabulary}")
+        if self.forward is forward:
+            self._check_inputs(sample)
+
+    def _check_inputs(self, sample: Sample) -> None:
+        """What `forward` does with a sample."""
+        if sample.rollout_routed_experts is not None:
+            raise BatchError(
+                f"sample {sample.index}: it has rollout_routed_experts, and the routers would choose experts of their "
+                "own: give MegatronTrainer a forward=... that replays them, or drop the column"
+            )
+        inputs = sample.multimodal_train_inputs
+        if inputs and (unknown := sorted(set(inputs) - self._inputs)):
+            model = type(_unwrapped(self.model[0])).__name__
+            raise BatchError(
+                f"sample {sample.index}: multimodal_train_inputs has {', '.join(unknown)}, which {model} does not take"
+            )
+
+    def _check_columns(self, totals: StepTotals) -> None:
+        needed = set(self._needs - {"old_log_probs", "reference_log_probs"})
+        if "old_log_probs" in self._needs and not self._recompute:
+            needed.add("rollout_log_probs")
+        for name in sorted(needed - totals.columns):
+            hint = {
+                "advantage": "add the stage middleware.GroupAdvantage",
+                "rollout_log_probs": "have the engine return log-probs, or set old_log_probs='recompute'",
+            }.get(name, "add a stage that sets it")
+            raise BatchError(f"no sample has {name}, which the loss needs: {hint}")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A micro-batch and what other passes say of it, on the last stage."""
+
+    number: int
+    batch: MicroBatch
+    old: Tensor | None = None
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Where this process stands, by megatron-core's `parallel_state`."""
+
+    dp: int
+    dp_rank: int
+    cp: int
+    cp_rank: int
+    tp: int
+    pp: int
+    vpp: int | None
+    last_stage: bool
+    """Of the pipeline."""
+    last_rank: int
+    """In the world, of the last stage of this pipeline."""
+    gloo: bool
+    """What stages send each other goes over gloo."""
+    tp_group: Any
+    cp_group: Any
+    pp_group: Any
+    dp_cp_group: Any
+    all_groups: tuple[Any, ...]
+    """Reduced over one after the other, it is over all ranks."""
+
+    @classmethod
+    def found(cls) -> _Ranks:
+        with optional_dependency():
+            state = import_module("megatron.core.parallel_state")
+        pp_group, dp_cp_group = (
+            state.get_pipeline_model_parallel_group(),
+            state.get_data_parallel_group(with_context_parallel=True),
+        )
+        return cls(
+            dp=state.get_data_parallel_world_size(),
+            dp_rank=state.get_data_parallel_rank(),
+            cp=state.get_context_parallel_world_size(),
+            cp_rank=state.get_context_parallel_rank(),
+            tp=state.get_tensor_model_parallel_world_size(),
+            pp=state.get_pipeline_model_parallel_world_size(),
+            vpp=state.get_virtual_pipeline_model_parallel_world_size(),
+            last_stage=state.is_pipeline_last_stage(ignore_virtual=True),
+            last_rank=state.get_pipeline_model_parallel_last_rank(),
+            gloo=dist.get_backend(pp_group) == "gloo",
+            tp_group=state.get_tensor_model_parallel_group(),
+            cp_group=state.get_context_parallel_group(),
+            pp_group=pp_group,
+            dp_cp_group=dp_cp_group,
+            all_groups=(state.get_model_parallel_group(), dp_cp_group),
+        )
+
+
+def check_config(config: Any, layout: ParallelLayout, *, pp: int, chunks: int, gloo: bool, padded: bool) -> None:
+    """Refuse what megatron-core takes and computes wrongly, each with the reason. `MegatronTrainer` does it.
+
+    :param config: a `TransformerConfig`.
+    :param pp: pipeline stages.
+    :param chunks: virtual stages on each.
+    :param gloo: what stages send each other goes over gloo.
+    :raises ConfigError: there is such a thing.
+    """
+    for found in _reasons(config, layout, pp, chunks, gloo, padded):
+        raise ConfigError(found)
+
+
+def _reasons(config: Any, layout: ParallelLayout, pp: int, chunks: int, gloo: bool, padded: bool) -> Iterator[str]:
+    if pp > 1 and not config.variable_seq_lengths:
+        yield (
+            "the lengths of micro-batches differ, and pipeline stages expect tensors of one shape: set "
+            "variable_seq_lengths=True"
+        )
+    if config.num_moe_experts and config.variable_seq_lengths and config.moe_token_dispatcher_type == "allgather":
+        yield "the dispatcher 'allgather' needs one sequence length: set moe_token_dispatcher_type='alltoall'"
+    if pp == 2 and chunks > 1 and config.batch_p2p_comm:
+        yield (
+            "with two stages the previous one is also the next, and batched messages of virtual stages get mixed up: "
+            "activations are taken for gradients. Set overlap_p2p_comm=True and batch_p2p_comm=False"
+        )
+    if pp > 1 and gloo and config.deallocate_pipeline_outputs:
+        yield (
+            "gloo still reads a tensor that was sent when deallocate_pipeline_outputs frees it: set "
+            "deallocate_pipeline_outputs=False"
+        )
+    if config.num_moe_experts and (padded or layout.total_multiple > 1):
+        uses = {
+            "moe_aux_loss_coeff": "moe_router_load_balancing_type is not 'none' and moe_aux_loss_coeff not 0",
+            "moe_z_loss_coeff": "moe_z_loss_coeff is set",
+            "moe_expert_capacity_factor": "moe_expert_capacity_factor is set",
+            "moe_router_enable_expert_bias": "moe_router_enable_expert_bias is True",
+        }
+        for name, what in uses.items():
+            if name == "moe_aux_loss_coeff" and config.moe_router_load_balancing_type == "none":
+                continue
+            value = getattr(config, name, None)
+            if any(value) if isinstance(value, list | tuple) else value:
+                yield (
+                    f"routers take padding for tokens, which counts because {what}: turn that off, or train packed "
+                    "without alignment (padded=False, cp 1, no sequence parallelism, token_multiple 1)"
+                )
+    if getattr(config, "mtp_num_layers", None):
+        yield "multi-token prediction needs labels, and a policy loss has none: set mtp_num_layers=None"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        yield "overlap_moe_expert_parallel_comm needs a schedule plan, not a forward pass: set it to False"
+    if getattr(config, "hybrid_context_parallel", False):
+        yield "hybrid_context_parallel plans micro-batches by itself: set it to False"
+
+
+def _unwrapped(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of the shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+class _Summed(torch.autograd.Function):
+    """A sum over a group, of which every rank goes on with the whole: so its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, values: Tensor) -> Tensor:
+        ctx.group = group
+        return _all_reduced(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, _all_reduced(gradient, ctx.group)
+
+
+def _all_reduced(values: Tensor, group: Any) -> Tensor:
+    values = values.clone()
+    dist.all_reduce(values, group=group)
+    return values

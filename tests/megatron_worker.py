@@ -1,0 +1,769 @@
+"""What `test_megatron_trainer.py` runs: `MegatronTrainer` over real megatron-core on a CPU, in one process per rank.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.megatron_worker FILE
+
+It writes a JSON object: for each case what went wrong on each rank, or null. The process groups of one layout follow
+those of another in the same processes, since starting them takes longest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.megatron import deep_ep
+from backends.megatron.losses import Aggregation
+from backends.megatron.objective import Objective, Terms
+from backends.megatron.packing import BatchError, MicroBatch
+from backends.megatron.plan import SampleTooLong, TooFewSamples, transformer_flops
+from backends.megatron.stateless_adam import use_stateless_adam
+from backends.megatron.trainer import ConfigError, MegatronTrainer, forward
+from eventbus import Batch, Group, Sample, TrainResult
+from eventbus.columns import LogProbs, LossMask, Tokens
+from eventbus.group import Summary
+from tests import megatron_model as tiny
+from tests.megatron_shims import core, let_experts_run, take_the_cpu_for_a_gpu
+
+TEMPERATURE = 0.8
+CAP = 96
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    sizes: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    distributed: bool = False
+    """With the distributed optimizer, which overlaps its collectives."""
+
+    @property
+    def moe(self) -> bool:
+        return bool(self.config.get("moe"))
+
+
+def sizes(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "expert_model_parallel_size": ep,
+    }
+
+
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
+
+LAYOUTS = {
+    "one": Layout(1),
+    "one-per-token": Layout(1, config={"calculate_per_token_loss": True}),
+    "dp2": Layout(2),
+    "dp2-distributed": Layout(2, distributed=True),
+    "tp2": Layout(2, sizes(tp=2)),
+    "tp2-sp": Layout(2, sizes(tp=2), {"sequence_parallel": True}),
+    "pp2": Layout(2, sizes(pp=2)),
+    "pp2-vpp2": Layout(2, sizes(pp=2) | VIRTUAL),
+    "cp2": Layout(2, sizes(cp=2)),
+    "cp2-per-token": Layout(2, sizes(cp=2), {"calculate_per_token_loss": True}),
+    "ep2": Layout(2, sizes(ep=2), {"moe": True}),
+    "pp4": Layout(4, sizes(pp=4)),
+    "tp2-cp2": Layout(4, sizes(tp=2, cp=2)),
+    "tp2-sp-pp2": Layout(4, sizes(tp=2, pp=2), {"sequence_parallel": True}),
+    "dp2-pp2-distributed": Layout(4, sizes(pp=2), distributed=True),
+}
+
+MIXED = ("one-per-token", "cp2-per-token", "tp2-sp-pp2", "dp2-pp2-distributed")
+"""Each a mixture of others, of which less is asked."""
+
+
+# The batch
+
+
+@cache
+def samples(top_p: bool = False) -> list[Sample]:
+    """Executions with several samples, masked tokens, one sample out of the loss; log-probs of another policy."""
+    random = Random(5)
+    policy = tiny.Plain(mixed(tiny.weights(), 1))
+    made = []
+    for index in range(12):
+        response = random.randint(2, 24)
+        sample = Sample(
+            index=index,
+            rollout_id=index - index % 3 // 2,
+            tokens=Tokens(random.randrange(tiny.VOCABULARY) for _ in range(random.randint(1, 16) + response)),
+            response_length=response,
+            loss_mask=LossMask(random.choice([0, 1, 1, 1]) for _ in range(response)),
+            train_metadata={"advantage": random.choice([-1.5, -0.5, 0.5, 2.0])},
+            reward=float(index % 2),
+            remove_sample=index == 4,
+        )
+        if top_p:
+            kept = [[token, *random.sample(range(tiny.VOCABULARY), 5)] for token in sample.tokens[-response:]]
+            sample.rollout_top_p_token_ids = [token for tokens in kept for token in tokens]
+            sample.rollout_top_p_token_offsets = [6 * place for place in range(response + 1)]
+        with torch.no_grad():
+            sample.rollout_log_probs = LogProbs(predicted(policy, sample, TEMPERATURE)[0].tolist())
+        made.append(sample)
+    return made
+
+
+def mixed(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Those of a policy nearby."""
+    other = tiny.weights(any("router" in name for name in weights), seed)
+    return {name: value + 0.1 * (other[name] - value) for name, value in weights.items()}
+
+
+def batch_of(samples: Sequence[Sample]) -> Batch:
+    return Batch(3, [Group(0, "", [[sample] for sample in samples])], Summary(3))
+
+
+# The same step in plain torch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one sample, one value for each response token."""
+
+    new: Tensor
+    old: Tensor
+    reference: Tensor
+    rollout: Tensor
+    entropy: Tensor
+    advantage: float
+    counted: Tensor
+
+
+def predicted(policy: tiny.Plain, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    tokens = torch.tensor(sample.tokens.tolist())
+    logits = policy(tokens)[sample.prompt_length - 1 : -1] / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    if sample.rollout_top_p_token_ids is not None:
+        kept = torch.zeros_like(logits, dtype=torch.bool)
+        kept.scatter_(-1, torch.tensor(sample.rollout_top_p_token_ids).view(len(logits), -1), True)
+        log_p = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    return log_p.gather(-1, tokens[sample.prompt_length :, None])[:, 0], entropy
+
+
+def clipped(ratio: Tensor, advantage: float, low: float, high: float, most: float = math.inf) -> Tensor:
+    loss = torch.maximum(-ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage)
+    return loss.clamp(max=-most * advantage) if advantage < 0 else loss
+
+
+def k3(new: Tensor, other: Tensor) -> Tensor:
+    return (other - new).exp() - 1 + new - other
+
+
+def ppo(s: Seen) -> Tensor:
+    return clipped((s.new - s.old).exp(), s.advantage, 0.1, 0.2, 1.2)
+
+
+def gspo(s: Seen) -> Tensor:
+    mean = (s.new - s.old)[s.counted].sum() / max(int(s.counted.sum()), 1)
+    return clipped(mean.exp(), s.advantage, 0.02, 0.03).expand(len(s.new))
+
+
+def cispo(s: Seen) -> Tensor:
+    return -(s.new.detach() - s.old).exp().clamp(0.9, 1.1) * s.advantage * s.new
+
+
+def kl_in_reward(s: Seen) -> Tensor:
+    return -(s.advantage - 0.3 * (s.old - s.reference)[s.counted].sum()) * s.new
+
+
+def everything(s: Seen) -> Tensor:
+    weight = (s.old - s.rollout).exp().clamp(max=1.1)
+    return ppo(s) * weight + 0.2 * k3(s.new, s.reference) - 0.05 * s.entropy
+
+
+def own_loss(terms: Terms) -> Tensor:
+    """No `Objective`: a function of one's own."""
+    assert terms.batch.advantages is not None
+    return -terms.batch.advantages * terms.log_probs.exp() - 0.1 * (terms.log_probs - terms.old_log_probs).square()
+
+
+def own_loss_plain(s: Seen) -> Tensor:
+    return -s.advantage * s.new.exp() - 0.1 * (s.new - s.old).square()
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: Any
+    plain: Callable[[Seen], Tensor]
+    aggregation: Aggregation
+    recompute: bool = False
+    reference: bool = False
+    top_p: bool = False
+
+
+BOUNDS: dict[str, Any] = {"clip": 0.1, "clip_high": 0.2, "dual_clip": 1.2}
+
+CASES = {
+    "ppo": Case(Objective(**BOUNDS), ppo, "token"),
+    "gspo": Case(Objective(policy="gspo", clip=0.02, clip_high=0.03), gspo, "sequence"),
+    "cispo": Case(Objective(policy="cispo", clip_low=0.1, clip_high=0.1), cispo, "execution"),
+    "reinforce-kl-in-reward": Case(
+        Objective(policy="reinforce", kl="k1", kl_coefficient=0.3, kl_in="reward"),
+        kl_in_reward,
+        "token",
+        reference=True,
+    ),
+    "everything": Case(
+        Objective(**BOUNDS, importance_cap=1.1, kl_coefficient=0.2, entropy_coefficient=0.05),
+        everything,
+        "sequence",
+        recompute=True,
+        reference=True,
+    ),
+    "own": Case(own_loss, own_loss_plain, "execution"),
+    "top-p": Case(Objective(**BOUNDS), ppo, "token", top_p=True),
+}
+
+
+class Reference:
+    """Steps of plain torch: a pass over all samples, one by one, with nothing of packing or plans."""
+
+    def __init__(self, weights: Mapping[str, Tensor], case: Case) -> None:
+        self.policy = tiny.Plain(weights)
+        self.other = tiny.Plain(mixed(weights, 2))
+        self.case = case
+
+    def old(self, samples: Sequence[Sample]) -> dict[int | None, Tensor]:
+        with torch.no_grad():
+            return {sample.index: predicted(self.policy, sample, TEMPERATURE)[0] for sample in samples}
+
+    def backward(self, samples: Sequence[Sample], old: Mapping[int | None, Tensor]) -> dict[str, float]:
+        """Sets gradients; what the metrics are to be."""
+        for weight in self.policy.weights.values():
+            weight.grad = None
+        counted = sum(sample.loss_tokens for sample in samples)
+        total = torch.zeros(())
+        means = dict.fromkeys(("ratio", "kl", "entropy"), 0.0)
+        for sample in samples:
+            seen = self._seen(sample, old)
+            values = self.case.plain(seen)[seen.counted].sum()
+            siblings = [other for other in samples if other.rollout_id == sample.rollout_id]
+            total = (
+                total
+                + values
+                / {
+                    "token": counted,
+                    "sequence": max(sample.loss_tokens, 1) * len(samples),
+                    "execution": max(sum(other.loss_tokens for other in siblings), 1)
+                    * len({other.rollout_id for other in samples}),
+                }[self.case.aggregation]
+            )
+            with torch.no_grad():
+                means["kl"] += float(k3(seen.old, seen.new)[seen.counted].sum()) / counted
+                means["entropy"] += float(seen.entropy[seen.counted].sum()) / counted
+        total.backward()  # type: ignore[no-untyped-call]
+        gradients = [weight.grad for weight in self.policy.weights.values() if weight.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        return {"loss": total.item(), "grad_norm": norm, **{name: means[name] for name in ("kl", "entropy")}}
+
+    def _seen(self, sample: Sample, old: Mapping[int | None, Tensor]) -> Seen:
+        new, entropy = predicted(self.policy, sample, TEMPERATURE)
+        with torch.no_grad():
+            reference, _ = predicted(self.other, sample, TEMPERATURE)
+        rollout = torch.tensor(list(sample.rollout_log_probs or ()))
+        mask = torch.tensor(list(sample.loss_mask or ()), dtype=torch.bool) & (not sample.remove_sample)
+        before = old[sample.index] if self.case.recompute else rollout
+        assert sample.train_metadata is not None
+        return Seen(new, before, reference, rollout, entropy, sample.train_metadata["advantage"], mask)
+
+
+# What is built
+
+
+class Run:
+    """A trainer in one layout, with the weights of the plain model."""
+
+    def __init__(self, layout: Layout, case: Case = CASES["ppo"], optimizer: Any = None, **options: Any) -> None:
+        self.layout, self.case = layout, case
+        config = tiny.config(**layout.config)
+        wrap: dict[str, Any] = {}
+        if layout.distributed:
+            wrap = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+        self.weights = tiny.weights(layout.moe)
+        self.chunks = tiny.build(config, self.weights, **wrap)
+        self.optimizer = tiny.optimizer(
+            self.chunks,
+            use_distributed_optimizer=layout.distributed,
+            overlap_param_gather=layout.distributed,
+            **optimizer or {},
+        )
+        if case.reference:
+            options["reference"] = tiny.build(tiny.config(**layout.config), mixed(self.weights, 2))
+        options = {"max_tokens_per_gpu": CAP} | options
+        self.trainer = MegatronTrainer(
+            self.chunks,
+            self.optimizer,
+            loss=case.loss,
+            aggregation=case.aggregation,
+            temperature=TEMPERATURE,
+            old_log_probs="recompute" if case.recompute else "rollout",
+            **options,
+        )
+
+    def train(self, batch: Batch) -> TrainResult:
+        return anyio.run(self.trainer.train, batch)
+
+    def check_gradients(self, expected: Mapping[str, Tensor]) -> None:
+        """What the optimizer was given is the part of `expected` that is this rank's."""
+        largest = max(float(value.abs().max()) for value in expected.values())
+        for chunk in self.chunks:
+            names = {parameter: name for name, parameter in tiny.named(chunk, self.trainer.config)}
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                whole = torch.zeros_like(buffer.grad_data)
+                for parameter, (start, end, _) in buffer.param_index_map.items():
+                    whole[start:end] = tiny.part_of(expected[names[parameter]], parameter).flatten()
+                for bucket in buffer.buckets:
+                    found = bucket.grad_data
+                    wanted = whole[bucket.offset : bucket.offset + len(found)]
+                    if self.layout.distributed:  # of which each data-parallel rank has only its shard
+                        size, rank = dist.get_world_size(chunk.dp_cp_group), dist.get_rank(chunk.dp_cp_group)
+                        found, wanted = found.chunk(size)[rank], wanted.chunk(size)[rank]
+                    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * largest)
+
+    def check_weights(self, expected: Mapping[str, Tensor]) -> None:
+        for chunk in self.chunks:
+            for name, parameter in tiny.named(chunk, self.trainer.config):
+                torch.testing.assert_close(
+                    parameter.detach(), tiny.part_of(expected[name].detach(), parameter), rtol=1e-5, atol=1e-5
+                )
+
+
+@contextmanager
+def running(*args: Any, **options: Any) -> Iterator[Run]:
+    run = Run(*args, **options)
+    try:
+        yield run
+    finally:
+        run.trainer.close()
+
+
+# The cases
+
+
+@cache
+def one_pass(kind: str, moe: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients of plain torch."""
+    case = CASES[kind]
+    reference = Reference(tiny.weights(moe), case)
+    metrics = reference.backward(samples(case.top_p), reference.old(samples(case.top_p)))
+    return metrics, {name: w.grad for name, w in reference.policy.weights.items() if w.grad is not None}
+
+
+def same_gradients(layout: Layout, kind: str, **options: Any) -> None:
+    metrics, gradients = one_pass(kind, layout.moe)
+    batch = options.pop("batch", samples(CASES[kind].top_p))
+    with running(layout, CASES[kind], **options) as run:
+        result = run.train(batch_of(batch))
+        for name, value in metrics.items():
+            assert result.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), (name, result.metrics)
+        run.check_gradients(gradients)
+
+
+def however_it_is_cut(layout: Layout) -> None:
+    shuffled = Random(1).sample(samples(), len(samples()))
+    flops = transformer_flops(parameters=1e4, layers=tiny.LAYERS, hidden_size=tiny.HIDDEN)
+    ways: list[dict[str, Any]] = [
+        {"max_tokens_per_gpu": 40, "cost": flops, "batch": shuffled},
+        {"max_tokens_per_gpu": None, "micro_batch_size": 3},
+        {"max_tokens_per_gpu": 1000},
+        {"max_tokens_per_gpu": 70, "token_multiple": 16},
+        {"max_tokens_per_gpu": None, "micro_batch_size": 1},
+    ]
+    for options in ways if layout in (LAYOUTS["one"], LAYOUTS["dp2"], LAYOUTS["cp2"]) else ways[:2]:
+        same_gradients(layout, "gspo", **options)
+
+
+def several_steps(layout: Layout) -> None:
+    """Each step of the plan moves the weights, and what a batch recomputes is of those before the first."""
+    case = CASES["everything"]
+    adam = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.0}
+    reference = Reference(tiny.weights(layout.moe), case)
+    plain = torch.optim.AdamW(list(reference.policy.weights.values()), **adam)  # type: ignore[arg-type]
+    with running(layout, case, {"lr": 0.02, "adam_eps": 1e-3}, global_batch_size=3) as run:
+        for version in (1, 2):
+            old = reference.old(samples())
+            expected = []
+            shards = run.trainer.shards(batch_of(samples()))
+            for steps in zip(*(shard.steps for shard in shards), strict=True):
+                together = [sample for step in steps for part in step.micro_batches for sample in part]
+                expected.append(reference.backward(together, old))
+                plain.step()
+            result = run.train(batch_of(samples()))
+            assert result.metrics["steps"] == len(expected) == 3
+            for name in expected[0]:
+                mean = sum(step[name] for step in expected) / len(expected)
+                assert result.metrics[name] == pytest.approx(mean, rel=1e-4, abs=1e-6), (name, result.metrics)
+            run.check_weights(reference.policy.weights)
+            assert result.weight_version == str(version)
+
+
+def ranks_agree(layout: Layout) -> None:
+    with running(layout, CASES["everything"]) as run:
+        result = run.train(batch_of(samples()))
+        own = {name: f"{value:.12g}" for name, value in result.metrics.items()}
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        assert all(other == own for other in every), every
+        names = "loss ratio clip_fraction kl entropy reference_kl rollout_kl grad_norm reward tokens steps"
+        assert set(result.metrics) == set(names.split())
+        assert result.metrics["reward"] == 0.5
+        assert result.metrics["tokens"] == sum(sample.loss_tokens for sample in samples())
+        # a shard of one's own is as good as the whole batch
+        shard = run.trainer.shards(batch_of(samples()))[run.trainer.dp_rank]
+        again = anyio.run(run.trainer.train, shard)
+        assert again.metrics == pytest.approx(result.metrics, rel=1e-6)
+        assert again.weight_version == "2"
+
+
+def changed(index: int, **fields: Any) -> Batch:
+    """The batch, of which one sample has something wrong."""
+    made = [sample.copy() for sample in samples()]
+    for name, value in fields.items():
+        setattr(made[index], name, value)
+    return batch_of(made)
+
+
+def bad_batches(layout: Layout) -> None:
+    """Each is refused by every rank alike; by one alone too, which would wait for the others in a collective."""
+    nan = math.nan
+    response = samples()[5].response_length
+    wrong: list[tuple[type[Exception], str, Batch]] = [
+        (BatchError, "batch 3 has no samples", batch_of([])),
+        (BatchError, "sample 5: it has no tokens", changed(5, tokens=Tokens())),
+        (BatchError, "sample 5: it has no prompt tokens", changed(5, response_length=len(samples()[5].tokens))),
+        (BatchError, "sample 5: loss_mask has 1 values", changed(5, loss_mask=LossMask([1]))),
+        (BatchError, "sample 5: rollout_log_probs has 2 values", changed(5, rollout_log_probs=LogProbs([-1, -1]))),
+        (BatchError, "sample 5: rollout_log_probs is nan", changed(5, rollout_log_probs=LogProbs([nan] * response))),
+        (BatchError, "sample 5: it has no rollout_log_probs", changed(5, rollout_log_probs=None)),
+        (BatchError, "sample 5: advantage is nan", changed(5, train_metadata={"advantage": nan})),
+        (BatchError, "sample 5: its reward is nan", changed(5, reward=nan)),
+        (
+            BatchError,
+            "sample 5: token id 64 is not in the model's vocabulary of 64",
+            changed(5, tokens=Tokens([64] * 40)),
+        ),
+        (BatchError, "sample 5: token id -1 is not", changed(5, tokens=Tokens([-1] * 40))),
+        (BatchError, "sample 5: 129 tokens exceed the model's context of 128", changed(5, tokens=Tokens([1] * 129))),
+        (BatchError, "which GPTModel does not take", changed(5, multimodal_train_inputs={"pixels": torch.ones(1, 2)})),
+        (BatchError, "sample 5: it has rollout_routed_experts", changed(5, rollout_routed_experts=[[[0]]])),
+        (BatchError, "no sample has advantage, .*GroupAdvantage", batch_of([_bare(s) for s in samples()])),
+        (SampleTooLong, "sample 5 takes 120 tokens", changed(5, tokens=Tokens([1] * 120))),
+        (TooFewSamples, "1 samples", batch_of(samples()[:1])),
+    ]
+    with running(layout, max_tokens_per_gpu=48) as run:
+        parts = run.trainer.layout.dp * run.trainer.layout.vpp_group
+        for error, match, batch in wrong:
+            if error is TooFewSamples and parts == 1:
+                continue
+            if dist.get_rank() == 0:
+                with pytest.raises(error, match=match):
+                    run.train(batch)
+            with pytest.raises(error, match=match) as found:
+                run.train(batch)
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, str(found.value))
+            assert len(set(every)) == 1
+        assert run.train(batch_of(samples())).weight_version == "1"
+
+
+def _bare(sample: Sample) -> Sample:
+    bare = sample.copy()
+    bare.train_metadata = None
+    return bare
+
+
+def gradients_that_are_not_finite(layout: Layout) -> None:
+    """One token of one sample is enough, on whichever rank it is."""
+
+    def broken(terms: Terms) -> Tensor:
+        return terms.log_probs * (terms.batch.targets == samples()[0].tokens[-1]) * 1e38 * 1e38
+
+    case = Case(broken, ppo, "token")
+    with running(layout, case, {"lr": 0.1}) as run:
+        with pytest.raises(FloatingPointError, match="a gradient of weights '0' is not finite"):
+            run.train(batch_of(samples()))
+        run.check_weights(run.weights)
+        run.trainer.loss = Objective()
+        assert run.train(batch_of(samples())).weight_version == "1"
+
+
+# In one process
+
+
+def the_event_loop_is_free() -> None:
+    """The loss waits for the event loop, and would do so for ever if training kept it."""
+    alive = threading.Event()
+    seen: list[tuple[threading.Thread, bool]] = []
+
+    def waits(terms: Terms) -> Tensor:
+        assert alive.wait(60)
+        seen.append((threading.current_thread(), torch.is_grad_enabled()))
+        return -terms.log_probs
+
+    async def main(trainer: MegatronTrainer) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(trainer.train, batch_of(samples()))
+            await anyio.wait_all_tasks_blocked()
+            alive.set()
+        with torch.no_grad():  # which belongs to this thread
+            await trainer.train(batch_of(samples()))
+        assert await trainer.call(threading.current_thread) is seen[0][0]
+
+    with running(LAYOUTS["one"], Case(waits, ppo, "token")) as run:
+        for backend in ("asyncio", "trio"):
+            alive.clear()
+            anyio.run(main, run.trainer, backend=backend)
+    assert {thread.name for thread, _ in seen} == {"megatron_0"}
+    assert all(enabled for _, enabled in seen)
+
+
+def cancelled_it_ends_the_batch() -> None:
+    alive = threading.Event()
+    versions = []
+
+    def waits(terms: Terms) -> Tensor:
+        assert alive.wait(60)
+        return -terms.log_probs
+
+    async def main(trainer: MegatronTrainer) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(trainer.train, batch_of(samples()))
+            await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+            alive.set()
+        versions.append(trainer.version)
+
+    with running(LAYOUTS["one"], Case(waits, ppo, "token")) as run:
+        for backend in ("asyncio", "trio"):
+            alive.clear()
+            anyio.run(main, run.trainer, backend=backend)
+    assert versions == [1, 2]
+
+
+def the_scheduler_counts_executions() -> None:
+    with running(LAYOUTS["one"], optimizer={"lr": 0.1, "min_lr": 0.0}, global_batch_size=3, version=41) as run:
+        run.trainer.scheduler = core("optimizer_param_scheduler", "OptimizerParamScheduler")(
+            run.optimizer,
+            init_lr=0.0,
+            max_lr=0.1,
+            min_lr=0.0,
+            lr_warmup_steps=0,
+            lr_decay_steps=20,
+            lr_decay_style="linear",
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=20,
+            wd_incr_style="constant",
+        )
+        result = run.train(batch_of(samples()))
+        executions = len({sample.rollout_id for sample in samples()})
+        assert result.metrics["steps"] == 3
+        assert result.metrics["lr"] == pytest.approx(0.1 * (1 - executions / 20))
+        assert result.weight_version == "42"
+
+
+def a_forward_and_a_reference_of_ones_own() -> None:
+    """The model is given more than `forward` gives it, and the reference is no model."""
+    shapes = []
+
+    def replaying(model: Any, batch: MicroBatch) -> Tensor:
+        assert batch.routed_experts is not None
+        shapes.append(batch.routed_experts.shape[1:])
+        return forward(model, batch)
+
+    recorded = [sample.copy() for sample in samples()]
+    for sample in recorded:
+        sample.rollout_routed_experts = torch.zeros(len(sample.tokens) - 1, 4, 2, dtype=torch.int32)
+    case = Case(Objective(kl_coefficient=0.1), ppo, "token")
+    layout = Layout(1, config={"moe": True})
+    options = {"forward": replaying, "reference": lambda batch: torch.full((len(batch.rows),), -4.0)}
+    with running(layout, case, **options) as run:
+        result = run.train(batch_of(recorded))
+        assert result.metrics["reference_kl"] > 0
+    assert shapes
+    assert set(shapes) == {(4, 2)}
+
+
+def deep_ep_is_guarded() -> None:
+    with running(LAYOUTS["one"]):
+        assert deep_ep._patch is not None
+    assert deep_ep._patch is None
+
+
+def in_bfloat16() -> None:
+    half = {"bf16": True, "params_dtype": torch.bfloat16}
+    layout = Layout(1, config={**half, "pipeline_dtype": torch.bfloat16}, distributed=True)
+    metrics, _ = one_pass("everything", False)
+    with running(layout, CASES["everything"], {**half, "lr": 0.1}) as run:
+        result = run.train(batch_of(samples()))
+        for name, value in metrics.items():
+            assert result.metrics[name] == pytest.approx(value, rel=0.05, abs=1e-3), (name, result.metrics)
+
+
+def a_loss_that_is_not_one_per_token() -> None:
+    for wrong, match in (
+        (lambda terms: terms.log_probs.sum(), r"a tensor of the shape \[\], it must be one value for each token"),
+        (lambda terms: (terms.log_probs, {}), "the loss returned a tuple"),
+    ):
+        with running(LAYOUTS["one"], Case(wrong, ppo, "token")) as run, pytest.raises(TypeError, match=match):
+            run.train(batch_of(samples()))
+
+
+class NeedsMore:
+    needs = frozenset({"advantage", "value"})
+
+    def __call__(self, terms: Terms) -> Tensor:
+        raise NotImplementedError
+
+
+def options_that_are_refused() -> None:
+    case = CASES["ppo"]
+    for options, match in (
+        ({"micro_batch_size": 2}, "either micro_batch_size or max_tokens_per_gpu"),
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"loss": Objective(kl_coefficient=0.1)}, "give reference="),
+        ({"loss": Objective(importance_cap=2.0)}, "set old_log_probs='recompute'"),
+        ({"old_log_probs": "new"}, "old_log_probs is 'new'"),
+        ({"aggregation": "batch"}, "aggregation is 'batch'"),
+        ({"loss": NeedsMore()}, "the loss needs value, of advantage, old_log_probs, "),
+    ):
+        with running(LAYOUTS["one"], case) as run:
+            chosen: dict[str, Any] = {"max_tokens_per_gpu": CAP, **options}
+            with pytest.raises(ValueError, match=match):
+                MegatronTrainer(run.chunks, run.optimizer, **chosen)
+            with pytest.raises(TypeError, match=r"must be in a megatron\.core\.distributed"):
+                MegatronTrainer([run.chunks[0].module], run.optimizer, max_tokens_per_gpu=CAP)
+            with pytest.raises(ConfigError, match=r"2 model chunks, .*=None"):
+                MegatronTrainer(run.chunks * 2, run.optimizer, max_tokens_per_gpu=CAP)
+
+
+# In two processes
+
+
+def a_stateless_adam() -> None:
+    """In the distributed optimizer: each step is that of a new Adam, and what is saved can be loaded."""
+    layout = LAYOUTS["dp2-distributed"]
+    reference = Reference(tiny.weights(), CASES["ppo"])
+    with running(layout, optimizer={"lr": 0.01, "adam_eps": 1e-3}) as run:
+        use_stateless_adam(run.optimizer)
+        for version in (1, 2):
+            reference.backward(samples(), {})
+            torch.optim.AdamW(reference.policy.weights.values(), lr=0.01, eps=1e-3, weight_decay=0.0).step()
+            assert run.train(batch_of(samples())).weight_version == str(version)
+            run.check_weights(reference.policy.weights)
+            saved = run.optimizer.state_dict()
+            assert saved["optimizer"]["param_groups"][0]["lr"] == 0.01
+            assert "params" not in saved["optimizer"]["param_groups"][0]
+            run.optimizer.load_state_dict(saved)
+            assert not any(part.optimizer.state for part in run.optimizer.chained_optimizers)
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lengths are refused": ("pp2", "set variable_seq_lengths=True", {"variable_seq_lengths": False}),
+    "freed outputs are refused": ("pp2", "gloo still reads", {"deallocate_pipeline_outputs": True}),
+    "batched messages are refused": (
+        "pp2-vpp2",
+        "activations are taken for gradients",
+        {"batch_p2p_comm": True, "overlap_p2p_comm": False},
+    ),
+}
+
+
+def refused(layout: Layout, match: str, **config: Any) -> None:
+    with pytest.raises(ConfigError, match=match), running(replace(layout, config={**layout.config, **config})):
+        pass
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    take_the_cpu_for_a_gpu()
+    let_experts_run()
+    dist.init_process_group("gloo")
+    found: dict[str, str | None] = {}
+    only = os.environ.get("ONLY", "")  # for whoever looks into one of them
+    standing: Layout | None = None
+    for name, layout, run in cases(dist.get_world_size()):
+        if only not in name:
+            continue
+        if layout is not standing:
+            tiny.initialise(**layout.sizes)
+            standing = layout
+        started = time.perf_counter()
+        found[name] = _error_of(run)
+        print(name, found[name], f"{time.perf_counter() - started:.2f} s", flush=True)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    if dist.get_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(every, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
+    """What so many processes run, by name. Nothing runs here."""
+    for name, layout in LAYOUTS.items():
+        if layout.world != world:
+            continue
+        for kind in ("ppo", "gspo") if name in MIXED else CASES:
+            yield f"{name} {kind} packed", layout, partial(same_gradients, layout, kind)
+        for kind in CASES if name in ("one", "dp2", "cp2") else ("gspo", "everything"):
+            yield f"{name} {kind} padded", layout, partial(same_gradients, layout, kind, padded=True)
+        yield f"{name} {_title(several_steps)}", layout, partial(several_steps, layout)
+        if name in MIXED:
+            continue
+        for case in (however_it_is_cut, ranks_agree, bad_batches, gradients_that_are_not_finite):
+            yield f"{name} {_title(case)}", layout, partial(case, layout)
+    alone = (
+        the_event_loop_is_free,
+        cancelled_it_ends_the_batch,
+        the_scheduler_counts_executions,
+        a_forward_and_a_reference_of_ones_own,
+        deep_ep_is_guarded,
+        in_bfloat16,
+        a_loss_that_is_not_one_per_token,
+        options_that_are_refused,
+    )
+    for lone in alone if world == 1 else ():
+        yield _title(lone), LAYOUTS["one"], lone
+    if world == 2:
+        yield _title(a_stateless_adam), LAYOUTS["dp2-distributed"], a_stateless_adam
+    for what, (name, match, config) in REFUSED.items() if world == 2 else ():
+        yield what, LAYOUTS[name], partial(refused, LAYOUTS[name], match, **config)
+
+
+def _title(case: Callable[..., None]) -> str:
+    return case.__name__.replace("_", " ")
+
+
+def _error_of(case: Callable[[], None]) -> str | None:
+    try:
+        case()
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+if __name__ == "__main__":
+    main()
