@@ -76,7 +76,7 @@ class Server:
         command = [
             PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", "--host", "127.0.0.1",
             "--port", str(port), "--dtype", "float32", "--attention-backend", "torch_native",
-            "--disable-overlap-schedule", "--skip-server-warmup", "--context-length", "512",
+            "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--context-length", "512",
             "--max-total-tokens", "4096", *arguments,
         ]  # fmt: skip
         with self._log.open("w") as output:
@@ -151,7 +151,9 @@ async def until_running(url: str, count: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STUBS), "HF_HUB_OFFLINE": "1"}
+    # One thread for torch: with more, those of two servers spin for each other's cores, and both crawl.
+    own = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STUBS), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return os.environ | own
 
 
 def _end_with_parent() -> None:

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import trustme
 
-from backends.sglang import RequestRefused, SGLangEngine, SGLangRouter, WorkersUnavailable
+from backends.sglang import RequestRefused, SGLangEngine, SGLangRouter, WorkersUnavailable, fleet
 from backends.sglang.request import sibling_seed
 from backends.sglang.router import lost_by_router
 from eventbus import (
@@ -141,6 +141,20 @@ async def test_a_call_outside_of_async_with_opens_its_own_connections(worker: Fa
     engine = engine_of(worker)
     check(await engine.generate(sample_of(), SAMPLING))
     check(await engine.generate(sample_of(), SAMPLING))
+
+
+async def test_it_may_be_opened_again_while_it_closes(two: tuple[FakeWorker, FakeWorker]) -> None:
+    down, up = two
+    await down.kill()
+    engine = engine_of(down, up)
+    async with engine:
+        await generated(engine, 2)
+        engine._fleet._look(next(iter(engine._fleet.workers)))  # that is to be ended first
+        closing = asyncio.create_task(engine.__aexit__(None, None, None))
+        await asyncio.sleep(0)
+        await generated(engine, 2, 200)
+        await closing
+        await engine.__aenter__()
 
 
 async def test_as_a_stage_it_fills_the_sample(worker: FakeWorker) -> None:
@@ -350,7 +364,7 @@ async def test_a_configuration_names_it(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "2+2="}\n')
     generate: Any = load_plan(tmp_path / "run.toml").pipeline.stages[1].function
     assert isinstance(generate.engine, SGLangEngine)
-    assert generate.engine.timeout == 60
+    assert generate.engine._attempts.timeout == 60
 
 
 async def test_a_configuration_names_a_router(tmp_path: Path) -> None:
@@ -370,7 +384,7 @@ async def test_a_configuration_names_a_router(tmp_path: Path) -> None:
     for router in ('{ use = "backends.sglang:SGLangRouter", url = "http://127.0.0.1:1" }', '"http://127.0.0.1:1"'):
         (tmp_path / "run.toml").write_text(re.sub("router = .*", f"router = {router}", text))
         routed: Any = load_plan(tmp_path / "run.toml").pipeline.stages[0].function
-        assert routed.engine._router.url == "http://127.0.0.1:1"
+        assert routed.engine._fleet.router.url == "http://127.0.0.1:1"
 
 
 async def test_400_is_never_retried_and_shows_the_servers_words(worker: FakeWorker) -> None:
@@ -509,7 +523,7 @@ async def test_a_restarted_worker_is_asked_again(worker: FakeWorker) -> None:
     async with engine_of(worker, attempts=10_000) as engine:
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
-            while engine._direct.failures < 3:
+            while engine._fleet.workers.failures < 3:
                 await asyncio.sleep(0)
             await worker.start()
     check(answer.result())
@@ -620,6 +634,26 @@ async def test_an_attempt_that_is_refused_is_an_event(worker: FakeWorker) -> Non
     [event] = log.events
     assert event.outcome == "failed"
     assert "answered 400: no such adapter" in event.error
+
+
+async def test_an_attempt_that_cannot_be_sent_is_an_event(worker: FakeWorker) -> None:
+    class Adds:
+        sampling_seed = 7
+
+    log = Log("attempt_ended")
+    pipeline = Pipeline(
+        Prompts(["x"], group_size=1),
+        [Tokenize(lambda prompt: PROMPT), Generate(engine_of(worker), SAMPLING | {"custom_params": {"a": Adds()}})],
+        BatchSpec(groups=1, max_failures=0),
+        observers=[log],
+    )
+    with pytest.raises(ExceptionGroup):
+        async with pipeline:
+            await anext(pipeline.rollouts())
+    [event] = log.events
+    assert event.outcome == "failed"
+    assert "the request has no JSON form" in event.error
+    assert not worker.bodies()
 
 
 async def test_attempts_that_are_given_up_are_events(worker: FakeWorker) -> None:
@@ -920,6 +954,58 @@ async def test_an_update_that_raises_ends_what_it_began(worker: FakeWorker) -> N
     assert engine.weight_version is None
 
 
+async def test_cut_off_at_any_await_an_update_ends_what_it_began(two: tuple[FakeWorker, FakeWorker]) -> None:
+    async with engine_of(*two) as engine:
+
+        async def update() -> None:
+            async with engine.updating_weights("7") as update:
+                await update.from_tensors(["aGk="])
+
+        steps = 0
+        while not await step_by_step(update, steps):
+            for worker in two:
+                assert (worker.paused, worker.updating) == (None, False), steps
+            await generated(engine, 2, 1000 + 2 * steps)
+            steps += 1
+    assert {"/begin_weight_update", "/end_weight_update", "/continue_generation"} <= set(two[0].paths())
+
+
+async def test_an_update_that_cannot_be_ended_fails_of_what_it_failed(
+    worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine_of(worker) as engine:
+        with pytest.raises(ZeroDivisionError):
+            async with engine.updating_weights("7") as update:
+                await update.from_tensors(["aGk="])
+                await worker.kill()
+                raise ZeroDivisionError
+        assert not engine._fleet.held
+    for path in ("/end_weight_update", "/continue_generation"):
+        assert f"after a weight update that failed: {worker.url}{path}" in caplog.text
+
+
+async def test_an_update_of_somebody_else_is_not_ended(worker: FakeWorker) -> None:
+    worker.refused["/begin_weight_update"] = (400, "a weight-update session is already open")
+    async with engine_of(worker) as engine:
+        with pytest.raises(RequestRefused, match="answered 400: a weight-update session is already open"):
+            async with engine.updating_weights("7") as update:
+                await update.from_tensors(["aGk="])
+    assert worker.paths() == ["/pause_generation", "/begin_weight_update", "/continue_generation"]
+
+
+async def test_weights_of_somebody_else_count_when_the_engine_is_told(two: tuple[FakeWorker, FakeWorker]) -> None:
+    async with engine_of(*two) as engine:
+        await engine.update_weights_from_disk("/checkpoints/7", "7")
+        await engine.pause()
+        for worker in two:
+            worker.weights, worker.weight_version = "/checkpoints/8", "8"
+        await engine.set_weight_version("8")
+        await engine.resume()
+        await generated(engine, 4)
+    assert [len(worker.bodies()) for worker in two] == [2, 2]
+    assert [worker.weights for worker in two] == ["/checkpoints/8"] * 2
+
+
 async def test_setting_the_version_aborts_nothing(worker: FakeWorker) -> None:
     worker.allow(3)
     async with engine_of(worker) as engine:
@@ -942,6 +1028,30 @@ async def test_memory_is_released_and_resumed_by_tag(two: tuple[FakeWorker, Fake
         assert [worker.released for worker in two] == [{"kv_cache"}] * 2
 
 
+async def test_memory_is_released_when_no_worker_has_a_request_under_way(
+    two: tuple[FakeWorker, FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler dies of it otherwise, and a request is under way in it for a moment longer than until its reply."""
+    busy, idle = two
+    busy.refused["/flush_cache"] = (400, "Flush cache failed.")
+    async with engine_of(*two) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.release_memory(["kv_cache"]))
+            await busy.until(lambda: busy.paths().count("/flush_cache") == 2)
+            assert not busy.released
+            assert not idle.released
+            del busy.refused["/flush_cache"]
+        assert [worker.released for worker in two] == [{"kv_cache"}] * 2
+        busy.refused["/flush_cache"] = (400, "Flush cache failed.")
+        monkeypatch.setattr(fleet, "IDLE_SECONDS", 0.0)
+        with pytest.raises(RequestRefused, match=r"requests are under way: end them, or pause .* Flush cache failed"):
+            await engine.release_memory()
+        busy.refused["/flush_cache"] = (401, "Unauthorized")
+        with pytest.raises(RequestRefused, match=r"/flush_cache answered 401: Unauthorized$"):
+            await engine.release_memory()
+    assert [worker.released for worker in two] == [{"kv_cache"}] * 2
+
+
 async def test_a_worker_that_is_down_is_left_out(
     two: tuple[FakeWorker, FakeWorker], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -955,6 +1065,7 @@ async def test_a_worker_that_is_down_is_left_out(
         assert await engine.workers() == [up.url]
     assert up.paths() == [
         "/pause_generation",
+        "/flush_cache",
         "/release_memory_occupation",
         "/resume_memory_occupation",
         "/continue_generation",
@@ -992,9 +1103,9 @@ async def test_a_worker_that_is_down_for_good_costs_no_further_attempts(two: tup
     await down.kill()
     async with engine_of(down, up) as engine:
         await generated(engine, 20)
-        while engine._direct.failures < 3:  # it was looked at again and again
+        while engine._fleet.workers.failures < 3:  # it was looked at again and again
             await asyncio.sleep(0)
-            engine._direct.look()
+            engine._fleet.workers.look()
         await generated(engine, 20, 200)
     assert engine.wasted == 1
     assert len(up.bodies()) == 40
@@ -1038,7 +1149,7 @@ async def test_weights_that_are_no_checkpoint_cannot_be_loaded_later(
                 await update.from_disk("/b")
             assert update.workers == [up.url]
         await down.start()
-        while engine._direct.failures < 3:
+        while engine._fleet.workers.failures < 3:
             await generated(engine, 1)
         assert not down.bodies()
         assert "/update_weights_from_disk" not in down.paths()
@@ -1298,7 +1409,7 @@ async def test_behind_the_router_a_worker_with_other_weights_is_taken_out(router
     async with SGLangEngine(router=router.url, backoff=1e-4, vocabulary=512) as engine:
         await engine.set_weight_version("7")
         restarted.weight_version = "default"
-        engine._listed_at = float("-inf")  # as if it was some time ago
+        engine._fleet._listed_at = float("-inf")  # as if it was some time ago
         while len(router.registered) == 2:
             await generated(engine, 1)
         before = len(restarted.bodies())

@@ -14,7 +14,6 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, Final, Self
 
-import anyio
 import msgspec
 
 from backends.sglang.client import AttemptFailed, RequestRefused, answer_error
@@ -23,9 +22,6 @@ __all__ = ["ADDRESS", "InProcess"]
 
 ADDRESS: Final = "sglang.Engine"
 """What stands for the address of a worker."""
-
-IDLE_SECONDS: Final = 10.0
-"""For the engine to become idle before it gives memory back."""
 
 _REQUESTS: Final[Mapping[str, str]] = {
     "abort_request": "AbortReq",
@@ -80,6 +76,8 @@ class InProcess:
         :raises AttemptFailed: it failed.
         """
         path = url.removeprefix(f"{ADDRESS}/")
+        if path == "flush_cache":
+            return await self._flush_cache(url)
         if path != "generate":
             return await self._control(url, path, body)
         answer = b""
@@ -112,6 +110,12 @@ class InProcess:
         except Exception as error:
             raise _raised(url, error, refuses=ValueError) from error
 
+    async def _flush_cache(self, url: str) -> bytes:
+        flushed = await self._engine.tokenizer_manager.flush_cache()
+        if not flushed.success:
+            raise answer_error(url, 400, b"Flush cache failed.")
+        return b""
+
     async def _control(self, url: str, path: str, body: bytes) -> bytes:
         if path not in _REQUESTS:
             raise _unknown(url)
@@ -126,8 +130,6 @@ class InProcess:
                 return b""
             if path == "update_weight_version" and request.abort_all_requests:
                 manager.abort_request(abort_all=True)
-            if path == "release_memory_occupation":
-                await self._until_idle()
             result = await getattr(manager, path)(request)
         except Exception as error:
             raise _raised(url, error, refuses=ValueError) from error
@@ -135,18 +137,6 @@ class InProcess:
         if not success:
             raise answer_error(url, 400, msgspec.json.encode({"message": message}))
         return msgspec.json.encode({"success": True, "message": message})
-
-    async def _until_idle(self) -> None:
-        """The scheduler, and this process with it, dies of a release while requests are under way; one that has
-        answered still is for a moment.
-
-        :raises ValueError: they stay.
-        """
-        with anyio.move_on_after(IDLE_SECONDS):
-            while not (await self._engine.tokenizer_manager.flush_cache()).success:
-                await anyio.sleep(0.05)  # it tells nobody
-            return
-        raise ValueError("requests are under way: end them, or pause generation first, with mode 'retract' or 'abort'")
 
     def _request(self, name: str, fields: Mapping[str, Any]) -> Any:
         """Checked, which a constructor does not do: of a wrong type the scheduler dies, and this process with it."""

@@ -81,7 +81,7 @@ def decode(data: bytes | memoryview, prompt_length: int, experts: tuple[int, int
     """
     try:
         raw = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ReplyError(f"{error}; it begins with {bytes(data[:200])!r}") from error
     meta = raw.meta_info
     if meta.output_token_logprobs is None:
@@ -118,7 +118,7 @@ def progress(data: bytes | memoryview) -> tuple[int, str]:
     """
     try:
         event = _progress.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ReplyError(f"{error}; it begins with {bytes(data[:200])!r}") from error
     return event.meta_info.completion_tokens, _version(event.meta_info.weight_version)
 
@@ -193,6 +193,7 @@ class _Progress(msgspec.Struct):
     meta_info: _ProgressMeta
 
 
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decoder = msgspec.json.Decoder(_Body)
 _progress = msgspec.json.Decoder(_Progress)
 
@@ -238,13 +239,13 @@ def _kept(mask: list[list[int]], log_probs: list[Any] | None, length: int) -> Ke
         return Kept(ids, offsets, None)
     if len(log_probs) != length:
         raise ReplyError(f"output_token_sampling_logprobs has {len(log_probs)} entries for {length} tokens")
-    if log_probs and isinstance(log_probs[0], list):
-        if [len(entry) for entry in log_probs] != [len(entry) for entry in mask]:
-            raise ReplyError("output_token_sampling_logprobs and output_token_sampling_mask have other lengths")
-        log_probs = list(chain.from_iterable(log_probs))
     try:
+        if log_probs and isinstance(log_probs[0], list):
+            if [len(entry) for entry in log_probs] != [len(entry) for entry in mask]:
+                raise ReplyError("output_token_sampling_logprobs and output_token_sampling_mask have other lengths")
+            log_probs = list(chain.from_iterable(log_probs))
         return Kept(ids, offsets, LogProbs(log_probs))
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ReplyError(f"output_token_sampling_logprobs: {error}") from error
 
 

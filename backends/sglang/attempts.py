@@ -1,0 +1,232 @@
+"""`Attempts`: how a response comes to be. One attempt after the other, each with a `rid` of its own at one worker.
+
+A reply, or in a stream the part of it that arrived before it broke, is added to the response; the next attempt goes on
+from there. The response is done when a worker says so.
+
+What this module keeps true:
+
+- at most one attempt of a response is open, and what a worker answers to another is never read: one sample, one reply;
+- every attempt is told to the stream (`attempt_ended`), where somebody asks for that;
+- an attempt that ends without an answer (cancelled, broken, too slow) is aborted at its worker before anything else
+  happens to the sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing, nullcontext, suppress
+from typing import Final
+
+import anyio
+from anyio import current_time
+
+from backends.sglang.client import AttemptFailed, RequestRefused, WorkersUnavailable
+from backends.sglang.fleet import Fleet
+from backends.sglang.reply import UNKNOWN, ReplyError
+from backends.sglang.response import Response
+from backends.sglang.router import RouterError
+from backends.sglang.workers import Worker, rest_of
+from eventbus.context import current_rollout
+from eventbus.events import AttemptOutcome
+from eventbus.sample import SampleStatus
+
+__all__ = ["Attempts"]
+
+logger = logging.getLogger("rolloutbus.sglang")
+
+ABORT_SECONDS: Final = 2.0
+"""For a worker to acknowledge an abort."""
+
+
+class Attempts:
+    """:param stream: read the tokens as they come.
+    :param limit: attempts that may fail in a row, without a new token.
+    :param timeout: seconds for one; None: as long as it takes.
+    :param backoff: seconds, as in `SGLangEngine`.
+    """
+
+    def __init__(self, fleet: Fleet, *, stream: bool, limit: int, timeout: float | None, backoff: float) -> None:
+        self.stream = stream
+        self.limit = limit
+        self.timeout = timeout
+        self.backoff = backoff
+        self.failed = 0
+        """So many, of all responses."""
+        self._fleet = fleet
+
+    async def complete(self, response: Response) -> None:
+        """Until it is done.
+
+        :raises RequestRefused: a worker refused it.
+        :raises WorkersUnavailable: too many failed in a row.
+        """
+        failures = 0  # in a row
+        workers = await self._fleet.targets(response)
+        while not response.done:
+            worker, rest = workers.pick(response.session, response.avoid)
+            if rest > 0:
+                before = workers.failures
+                await response.rest(rest, workers)
+                failures += workers.failures - before
+                if failures >= self.limit and workers.error is not None and not response.done:
+                    raise self._unavailable(response, failures, workers.error) from workers.error
+                continue
+            got = len(response.tokens)
+            try:
+                await self._attempt(worker, response)
+                worker.failures = 0
+                return
+            except AttemptFailed as error:
+                # A router that answers speaks of one of its workers.
+                about_another = workers is self._fleet.routed and error.status is not None
+                if not isinstance(error, _AbortedUnasked) and not about_another:
+                    workers.failed(worker, error)
+                failures = 1 if len(response.tokens) > got else failures + 1
+                self._note(response, worker, error, failures)
+                if response.done:
+                    return
+                if response.stopped:
+                    response.status = SampleStatus.ABORTED
+                    return
+                if failures >= self.limit:
+                    raise self._unavailable(response, failures, error) from error
+                if about_another:
+                    await response.rest(rest_of(failures, self.backoff))
+                workers = await self._fleet.targets(response, again=True)
+
+    async def stop(self, responses: Sequence[Response]) -> None:
+        """They get no further tokens; done when their `generate` is over.
+
+        :raises RequestRefused: a worker knows no abort.
+        """
+        for response in responses:
+            response.stop()
+        async with self._fleet:
+            while open_ := [response for response in responses if not response.ended]:
+                # Again and again: a worker ignores the abort of a request that has not reached it yet.
+                refused: list[RequestRefused] = []
+                async with anyio.create_task_group() as tasks:
+                    for response in open_:
+                        if response.worker is not None:
+                            tasks.start_soon(self._abort_or_note, response.worker, response.rid, refused)
+                if refused:
+                    raise refused[0]
+                with anyio.move_on_after(ABORT_SECONDS):
+                    async with anyio.create_task_group() as tasks:
+                        for response in open_:
+                            tasks.start_soon(response.gone)
+
+    def _unavailable(self, response: Response, failures: int, error: Exception) -> WorkersUnavailable:
+        return WorkersUnavailable(f"sample {response.index}: {failures} attempts failed; the last: {error}")
+
+    def _note(self, response: Response, worker: Worker, error: AttemptFailed, failures: int) -> None:
+        self.failed += 1
+        response.avoid = worker
+        response.failed += (str(error),)
+        with suppress(LookupError):
+            current_rollout().attempts += 1
+        logger.warning(
+            "sample %s: attempt %s failed, %d of %d in a row: %s",
+            response.index, response.rid, failures, self.limit, error,
+        )  # fmt: skip
+
+    async def _attempt(self, worker: Worker, response: Response) -> None:
+        """Ask the worker, and tell the stream how that ended.
+
+        :raises AttemptFailed: the response is not done. In a stream it has what arrived.
+        """
+        got, began, version = len(response.tokens), current_time(), self._fleet.weight_version
+        outcome: AttemptOutcome = "aborted"
+        words: str | None = "cancelled"
+        try:
+            await self._ask(worker, response)
+            if not response.done:
+                raise _AbortedUnasked(f"{worker.url} aborted the request, and nobody here had asked for it")
+            words = None
+            if response.status is not SampleStatus.ABORTED:
+                outcome = "answered"
+            no_update = version is not None and version == self._fleet.weight_version
+            if no_update and len(response.tokens) > got and response.spans[-1].version not in (version, UNKNOWN):
+                await self._fleet.suspect(worker)
+        except Exception as error:
+            words = str(error)
+            if not isinstance(error, _AbortedUnasked):
+                outcome = "failed"
+            raise
+        finally:
+            with suppress(LookupError):
+                current_rollout().attempt_ended(
+                    attempt=response.attempt,
+                    worker=worker.url,
+                    rid=response.rid,
+                    outcome=outcome,
+                    error=words,
+                    tokens=len(response.tokens) - got,
+                    seconds=current_time() - began,
+                )
+
+    async def _ask(self, worker: Worker, response: Response) -> None:
+        """:raises AttemptFailed: there was no whole answer. In a stream the response has what arrived."""
+        client = self._fleet.client
+        body, url = response.begin(worker), f"{worker.url}/generate"
+        worker.in_flight += 1
+        answered = False
+        try:
+            async with _NO_TIMEOUT if self.timeout is None else asyncio.timeout(self.timeout):
+                if self.stream:
+                    async with aclosing(client.events(url, body, response.headers)) as events:
+                        async for event in events:
+                            response.see(event)
+                    response.take_seen()
+                else:
+                    response.take(await client.post(url, body, response.headers))
+            answered = True
+        except RequestRefused as error:
+            answered = True
+            raise RequestRefused(f"sample {response.index}: {error}", error.status) from error
+        except (TimeoutError, ReplyError, AttemptFailed) as error:
+            # What a stream has brought counts, unless it is what is wrong.
+            with suppress(ReplyError):
+                response.take_seen()
+            if isinstance(error, AttemptFailed):
+                # A router that gives up leaves the request at its worker.
+                answered = error.answered and worker not in self._fleet.routed
+                raise
+            slow = f"no answer within timeout={self.timeout} s"
+            raise AttemptFailed(f"{url}: {slow if isinstance(error, TimeoutError) else error}") from error
+        finally:
+            worker.in_flight -= 1
+            if not answered:
+                with anyio.CancelScope(shield=True):
+                    try:
+                        await self._abort_at(worker, response.rid)
+                    except RequestRefused as error:  # what ends the attempt is more important
+                        logger.warning("sample %s: it may still be generated: %s", response.index, error)
+            response.worker = None
+
+    async def _abort_or_note(self, worker: Worker, rid: str, refused: list[RequestRefused]) -> None:
+        try:
+            await self._abort_at(worker, rid)
+        except RequestRefused as error:
+            refused.append(error)
+
+    async def _abort_at(self, worker: Worker, rid: str) -> None:
+        """Have the worker that has this request, or every worker behind the router, give it up.
+
+        :raises RequestRefused: a worker knows no abort.
+        """
+        try:
+            with anyio.fail_after(ABORT_SECONDS):
+                urls = [worker.url] if self._fleet.router is None else await self._fleet.urls()
+                await self._fleet.everywhere("/abort_request", {"rid": rid}, urls)
+        except (WorkersUnavailable, RouterError, TimeoutError) as error:  # it may be dead: then nothing runs there
+            logger.info("abort of %s at %s: %s", rid, worker.url, error)
+
+
+class _AbortedUnasked(AttemptFailed):
+    """Nothing is wrong with the worker."""
+
+
+_NO_TIMEOUT: Final = nullcontext()
