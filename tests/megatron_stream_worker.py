@@ -226,7 +226,8 @@ async def the_pipelines_error_ends_all_ranks(case: Case) -> None:
 async def prompts_end_for_all(case: Case) -> None:
     async with ShardedStream(pipeline(prompts=8), case.trainer) as stream:
         assert [shard.rollout_id async for shard in stream.rollouts()] == [0, 1]
-        assert [shard.rollout_id async for shard in stream.rollouts()] == []
+        for _ in range(3):  # nobody waits for the slowest to hear of an end
+            assert [shard.rollout_id async for shard in stream.rollouts()] == []
 
 
 async def a_failing_rank_releases_the_others(case: Case) -> None:
@@ -285,6 +286,39 @@ async def a_rank_that_breaks_alone_ends_the_others(case: Case) -> None:
                 if case.rank == last:
                     break
                 await case.until_failed(stream)
+
+
+async def a_rank_that_never_asks_is_named(case: Case) -> None:
+    """It may have died where nobody waits for it in a collective."""
+    last = case.size - 1
+    with pytest.raises(RankFailed, match=rf"ranks \[.*{last}\] did not ask for the next batch within 0.1 s"):
+        async with ShardedStream(pipeline(), case.trainer) as stream:
+            stream.timeout = 0.1
+            if case.rank == last:
+                await case.until_failed(stream)
+            await anext(stream.rollouts(stop=1))
+
+
+async def a_shard_is_acknowledged_once(case: Case) -> None:
+    """On all ranks alike."""
+    async with ShardedStream(pipeline(), case.trainer) as stream:
+        shards = stream.rollouts(stop=2)
+        first = await anext(shards)
+        with pytest.raises(TypeError, match="takes a TrainResult"):
+            first.trained({"loss": 1.0})  # type: ignore[arg-type]
+        first.trained(TrainResult({}, "step-7"))
+        assert stream.weight_version == "step-7"
+        with pytest.raises(RuntimeError, match="shard 0 was acknowledged before"):
+            first.trained()
+        with pytest.raises(RuntimeError, match="comes too late"):
+            stream.load_state_dict(stream.state_dict())
+        second = await anext(shards)
+        with pytest.raises(StopAsyncIteration):
+            await anext(shards)
+        with pytest.raises(RuntimeError, match="shard 1 was acknowledged before"):
+            second.trained()
+    with pytest.raises(RuntimeError, match="did not come from a ShardedStream"):
+        Shard(0, []).trained()
 
 
 async def the_owner_may_break(case: Case) -> None:
@@ -386,6 +420,8 @@ CASES: Sequence[Callable[[Case], Awaitable[None]]] = [
     all_may_break_together,
     a_collective_that_breaks_names_the_rank,
     a_rank_that_breaks_alone_ends_the_others,
+    a_rank_that_never_asks_is_named,
+    a_shard_is_acknowledged_once,
     the_owner_may_break,
     a_cancelled_owner_releases_the_others,
     a_resumed_stream_asks_for_the_right_prompts,

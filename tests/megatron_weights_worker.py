@@ -19,13 +19,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.megatron.weights import Checkpoint, WeightError, llama_names, named_weights, send_weights
+from backends.megatron.weights import Broadcast, Checkpoint, WeightError, llama_names, named_weights, send_weights
 from tests.megatron_shims import core, let_experts_run, take_the_cpu_for_a_gpu
 
 VOCABULARY, PADDED_VOCABULARY, HEADS, GROUPS, SIZE = 90, 96, 4, 2, 8
@@ -326,6 +327,7 @@ def failures_reach_all_ranks(folder: Path) -> None:
         ("the worker is gone", ConnectionError, {"by": Refuses()}),
         ("nobody is there", ConnectionError, {"by": Closed()}),
         ("no name for embedding.word_embeddings.weight", ValueError, {"mapping": no_name}),
+        ("Broadcast needs the engine on rank 0", ValueError, {"by": Broadcast()}),
     ]
     for words, kind, options in cases:
         expected: Any = kind if dist.get_rank() == 0 else WeightError
@@ -333,10 +335,88 @@ def failures_reach_all_ranks(folder: Path) -> None:
             send(model, None, "8", folder, **options)
         if dist.get_rank() != 0:
             assert str(caught.value).startswith(f"version 8 was not sent: rank 0: {kind.__name__}: ")
+    # before any rank waits for another
+    with pytest.raises(ValueError, match="bucket_bytes is 0"):
+        send(model, None, "8", folder, bucket_bytes=0)
+    with pytest.raises(TypeError, match="version is 8, it must be a str"):
+        send(model, None, 8, folder)  # type: ignore[arg-type]
     assert not (folder / "8").exists()
     send(model, None, "8", folder)  # and the ranks still go side by side
     if dist.get_rank() == 0:
         assert (folder / "8").exists()
+
+
+def cancelled_anywhere_no_rank_waits(folder: Path) -> None:
+    """By asyncio itself, which anyio's scopes do not shield from."""
+    model, rank = Model(tp=2, pp=2), dist.get_rank()
+
+    class Waits:
+        """For the cancellation, at the second bucket."""
+
+        def __init__(self, flag: Path) -> None:
+            self.flag = flag
+
+        @asynccontextmanager
+        async def sending(self, engine: Any, version: str, pause: Any) -> Any:
+            count = 0
+
+            async def take(tensors: Any) -> None:
+                nonlocal count
+                count += 1
+                while count == 2 and not self.flag.exists():  # another process writes it
+                    await asyncio.sleep(0.01)
+
+            yield take
+
+    async def main(number: int, inside: bool, flag: Path) -> None:
+        loop = asyncio.get_running_loop()
+
+        def mapping(name: str, weight: Tensor) -> Any:
+            if inside and name.endswith("linear_fc2.weight"):  # in the middle of a bucket
+                loop.call_soon_threadsafe(task.cancel)
+            return [(name, weight)]
+
+        task = asyncio.create_task(
+            send_weights(model.chunks, None, version="10", mapping=mapping, by=Waits(flag), bucket_bytes=20_000)
+        )
+        if rank == number and not inside:
+            await anyio.wait_all_tasks_blocked()
+            task.cancel()
+        if rank == number:
+            flag.touch()
+        await task
+
+    for number, inside in ((3, False), (0, False), (0, True)):
+        flag = folder / f"cancelled {number} {inside}"
+        kind: Any = asyncio.CancelledError if rank == number else WeightError
+        if number and rank != number:  # that rank has done its part
+            asyncio.run(main(number, inside, flag))
+            continue
+        with pytest.raises(kind, match="" if rank == number else "rank 0: CancelledError"):
+            asyncio.run(main(number, inside, flag))
+    send(model, None, "10", folder)  # and the ranks still go side by side
+
+
+def nothing_in_a_bucket(folder: Path) -> None:
+    """What a mapping leaves out never reaches the way to the engine, which may not know what to do with nothing."""
+    model = Model()
+    seen: list[int] = []
+
+    class Counts:
+        @asynccontextmanager
+        async def sending(self, engine: Any, version: str, pause: Any) -> Any:
+            async def take(tensors: Any) -> None:
+                seen.append(len(tensors))
+
+            yield take
+
+    def norms(name: str, weight: Tensor) -> Any:
+        return [(name, weight)] if name == "decoder.final_layernorm.weight" else []
+
+    send(model, None, "11", folder, mapping=norms, by=Counts(), bucket_bytes=1)
+    assert seen == ([1] if dist.get_rank() == 0 else [])
+    with pytest.raises(ValueError, match="the model chunks hold no parameters"):
+        asyncio.run(send_weights([], None, version="11", mapping=norms, by=Counts()))
 
 
 def parts_that_do_not_fit(folder: Path) -> None:
@@ -368,6 +448,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "buckets": buckets_are_bounded,
     "checkpoint": one_checkpoint,
     "failures": failures_reach_all_ranks,
+    "cancelled": cancelled_anywhere_no_rank_waits,
+    "empty buckets": nothing_in_a_bucket,
     "parts": parts_that_do_not_fit,
 }
 

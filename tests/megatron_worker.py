@@ -8,6 +8,7 @@ those of another in the same processes, since starting them takes longest.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from backends.megatron.objective import Objective, Terms
 from backends.megatron.packing import BatchError, MicroBatch
 from backends.megatron.plan import SampleTooLong, TooFewSamples, transformer_flops
 from backends.megatron.stateless_adam import use_stateless_adam
+from backends.megatron.stream import RankFailed
 from backends.megatron.trainer import ConfigError, MegatronTrainer, forward
 from eventbus import Batch, Group, Sample, TrainResult
 from eventbus.columns import LogProbs, LossMask, Tokens
@@ -310,7 +312,8 @@ class Run:
         )
         if case.reference:
             options["reference"] = tiny.build(tiny.config(**layout.config), mixed(self.weights, 2))
-        options = {"max_tokens_per_gpu": CAP} | options
+        if "micro_batch_size" not in options:
+            options = ({"micro_batch_size": 2} if options.get("padded") else {"max_tokens_per_gpu": CAP}) | options
         self.trainer = MegatronTrainer(
             self.chunks,
             self.optimizer,
@@ -385,10 +388,10 @@ def however_it_is_cut(layout: Layout) -> None:
     flops = transformer_flops(parameters=1e4, layers=tiny.LAYERS, hidden_size=tiny.HIDDEN)
     ways: list[dict[str, Any]] = [
         {"max_tokens_per_gpu": 40, "cost": flops, "batch": shuffled},
-        {"max_tokens_per_gpu": None, "micro_batch_size": 3},
+        {"micro_batch_size": 3},
         {"max_tokens_per_gpu": 1000},
         {"max_tokens_per_gpu": 70, "token_multiple": 16},
-        {"max_tokens_per_gpu": None, "micro_batch_size": 1},
+        {"micro_batch_size": 1},
     ]
     for options in ways if layout in (LAYOUTS["one"], LAYOUTS["dp2"], LAYOUTS["cp2"]) else ways[:2]:
         same_gradients(layout, "gspo", **options)
@@ -445,7 +448,7 @@ def changed(index: int, **fields: Any) -> Batch:
 
 
 def bad_batches(layout: Layout) -> None:
-    """Each is refused by every rank alike; by one alone too, which would wait for the others in a collective."""
+    """Each is refused by every rank alike."""
     nan = math.nan
     response = samples()[5].response_length
     wrong: list[tuple[type[Exception], str, Batch]] = [
@@ -458,6 +461,12 @@ def bad_batches(layout: Layout) -> None:
         (BatchError, "sample 5: it has no rollout_log_probs", changed(5, rollout_log_probs=None)),
         (BatchError, "sample 5: advantage is nan", changed(5, train_metadata={"advantage": nan})),
         (BatchError, "sample 5: its reward is nan", changed(5, reward=nan)),
+        (BatchError, "sample 5: its reward is nan", changed(5, reward=torch.tensor(nan))),
+        (BatchError, "sample 5: its reward is {'math': inf}", changed(5, reward={"math": math.inf})),
+        (BatchError, "sample 5: its reward is 1000", changed(5, reward=10**400)),
+        (BatchError, "sample 5: train_metadata is a list", changed(5, train_metadata=[1.0])),
+        (BatchError, "sample 5: a column does not pack", changed(5, tokens=["a"] * 9)),
+        (BatchError, "no token of the 12 samples .* drop such groups", batch_of([_removed(s) for s in samples()])),
         (
             BatchError,
             "sample 5: token id 64 is not in the model's vocabulary of 64",
@@ -466,6 +475,7 @@ def bad_batches(layout: Layout) -> None:
         (BatchError, "sample 5: token id -1 is not", changed(5, tokens=Tokens([-1] * 40))),
         (BatchError, "sample 5: 129 tokens exceed the model's context of 128", changed(5, tokens=Tokens([1] * 129))),
         (BatchError, "which GPTModel does not take", changed(5, multimodal_train_inputs={"pixels": torch.ones(1, 2)})),
+        (BatchError, "has input_ids, which GPT", changed(5, multimodal_train_inputs={"input_ids": torch.ones(1, 2)})),
         (BatchError, "sample 5: it has rollout_routed_experts", changed(5, rollout_routed_experts=[[[0]]])),
         (BatchError, "no sample has advantage, .*GroupAdvantage", batch_of([_bare(s) for s in samples()])),
         (SampleTooLong, "sample 5 takes 120 tokens", changed(5, tokens=Tokens([1] * 120))),
@@ -476,15 +486,62 @@ def bad_batches(layout: Layout) -> None:
         for error, match, batch in wrong:
             if error is TooFewSamples and parts == 1:
                 continue
-            if dist.get_rank() == 0:
-                with pytest.raises(error, match=match):
-                    run.train(batch)
             with pytest.raises(error, match=match) as found:
                 run.train(batch)
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, str(found.value))
             assert len(set(every)) == 1
         assert run.train(batch_of(samples())).weight_version == "1"
+
+
+def what_one_rank_cannot_do(layout: Layout) -> None:
+    """The others hear of it, and all go on together: a bad batch, another batch, a loss or a reference that fails."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    wrong = [sample.copy() for sample in samples()]
+    wrong[5].reward = math.nan
+    cases: list[tuple[str, type[Exception], Batch]] = [
+        ("BatchError: sample 5: its reward is nan", BatchError, batch_of(wrong)),
+        ("the ranks were given different batches", RankFailed, batch_of(samples()[:-2])),
+        ("TypeError: MegatronTrainer.train takes a Batch or a Shard, not a str", TypeError, "batch"),  # type: ignore[list-item]
+    ]
+    raising: list[str] = []
+
+    def fails(terms: Terms) -> Tensor:
+        if "loss" in raising:
+            raise KeyError("a loss of one's own")
+        return -terms.log_probs
+
+    def fails_too(batch: MicroBatch) -> Tensor:
+        if "reference" in raising:
+            raise OSError("no such teacher")
+        return torch.full((len(batch.rows),), -4.0)
+
+    with running(layout, Case(fails, ppo, "token"), max_tokens_per_gpu=48, reference=fails_too) as run:
+        for words, kind, other in cases:
+            with pytest.raises(kind if last else RankFailed) as caught:
+                run.train(other if last else batch_of(samples()))
+            assert words.removeprefix("" if kind is RankFailed or not last else f"{kind.__name__}: ") in str(
+                caught.value
+            )
+        # the loss runs on the last stage, of which the last rank is one
+        for what, words in {
+            "loss": 'KeyError: "a loss of one\'s own"',
+            "reference": "OSError: no such teacher",
+        }.items():
+            raising[:] = [what] if last else []
+            with pytest.raises((RankFailed, KeyError, OSError)) as caught:
+                run.train(batch_of(samples()))
+            found = f"{type(caught.value).__name__}: {caught.value}"
+            assert found == (words if last else f"RankFailed: rank {dist.get_world_size() - 1} failed: {words}")
+        raising.clear()
+        run.check_weights(run.weights)
+        assert run.train(batch_of(samples())).weight_version == "1"
+
+
+def _removed(sample: Sample) -> Sample:
+    removed = sample.copy()
+    removed.remove_sample = True
+    return removed
 
 
 def _bare(sample: Sample) -> Sample:
@@ -559,6 +616,79 @@ def cancelled_it_ends_the_batch() -> None:
             alive.clear()
             anyio.run(main, run.trainer, backend=backend)
     assert versions == [1, 2]
+
+
+def asyncios_own_cancellation_ends_the_batch_too() -> None:
+    alive = threading.Event()
+
+    def waits(terms: Terms) -> Tensor:
+        assert alive.wait(60)
+        return -terms.log_probs
+
+    async def main(trainer: MegatronTrainer) -> None:
+        task = asyncio.create_task(trainer.train(batch_of(samples())))
+        await anyio.wait_all_tasks_blocked()
+        for _ in range(2):  # whoever is in a hurry
+            task.cancel()
+            await anyio.wait_all_tasks_blocked()
+        assert not task.done()
+        alive.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with running(LAYOUTS["one"], Case(waits, ppo, "token")) as run:
+        asyncio.run(main(run.trainer))
+        assert run.trainer.version == 1
+
+
+def calls_run_in_the_order_in_which_they_were_made() -> None:
+    found: list[int] = []
+
+    async def main(trainer: MegatronTrainer) -> None:
+        async with anyio.create_task_group() as group:
+            for number in range(50):
+                group.start_soon(trainer.call, found.append, number)
+
+    with running(LAYOUTS["one"]) as run:
+        anyio.run(main, run.trainer)
+        assert found == list(range(50))
+    for again in range(2):  # closing it twice is no harm
+        if again:
+            run.trainer.close()
+        with pytest.raises(RuntimeError, match="this MegatronTrainer is closed"):
+            run.train(batch_of(samples()))
+
+
+def plain_sequences_and_other_numbers() -> None:
+    """What a training loop may have put into samples after the stages."""
+    expected, _ = one_pass("ppo", False)
+    plain = [sample.copy() for sample in samples()]
+    for sample in plain:
+        sample.tokens = torch.tensor(sample.tokens.tolist())  # type: ignore[assignment]
+        sample.loss_mask = list(sample.loss_mask or ())  # type: ignore[assignment]
+        sample.rollout_log_probs = list(sample.rollout_log_probs or ())  # type: ignore[assignment]
+        sample.train_metadata = {"advantage": torch.tensor((sample.train_metadata or {})["advantage"])}
+        sample.reward = torch.tensor(sample.reward)
+    with running(LAYOUTS["one"]) as run:
+        metrics = run.train(batch_of(plain)).metrics
+        assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert metrics["reward"] == 0.5
+        for sample in plain:
+            sample.reward = {"math": 1.0}
+        assert "reward" not in run.train(batch_of(plain)).metrics
+
+
+def in_float16() -> None:
+    """A step that overflows is left out, and the loss scale falls until one fits."""
+    half = {"fp16": True, "params_dtype": torch.float16}
+    layout = Layout(1, config={**half, "pipeline_dtype": torch.float16}, distributed=True)
+    scale = {"initial_loss_scale": 2.0**20, "min_loss_scale": 1.0, "hysteresis": 1, "loss_scale_window": 100}
+    expected, _ = one_pass("everything", False)
+    with running(layout, CASES["everything"], {**half, **scale, "lr": 0.0}) as run:
+        results = [run.train(batch_of(samples())).metrics for _ in range(8)]
+    assert "grad_norm" not in results[0]
+    for name, value in expected.items():
+        assert results[-1][name] == pytest.approx(value, rel=0.05, abs=1e-3), (name, results[-1])
 
 
 def the_scheduler_counts_executions() -> None:
@@ -642,6 +772,13 @@ def options_that_are_refused() -> None:
     for options, match in (
         ({"micro_batch_size": 2}, "either micro_batch_size or max_tokens_per_gpu"),
         ({"temperature": 0.0}, "temperature is 0"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"max_tokens_per_gpu": 0}, "MegatronTrainer: max_tokens_per_gpu is 0"),
+        ({"max_tokens_per_gpu": 96.5}, "max_tokens_per_gpu is 96.5, it must be an int"),
+        ({"global_batch_size": 0}, "MegatronTrainer: global_batch_size is 0"),
+        ({"padded": True}, "max_tokens_per_gpu would not hold: give micro_batch_size"),
+        ({"version": "step-3"}, "version is 'step-3', it must be the number of batches"),
+        ({"version": -1}, "version is -1"),
         ({"loss": Objective(kl_coefficient=0.1)}, "give reference="),
         ({"loss": Objective(importance_cap=2.0)}, "set old_log_probs='recompute'"),
         ({"old_log_probs": "new"}, "old_log_probs is 'new'"),
@@ -652,6 +789,22 @@ def options_that_are_refused() -> None:
             chosen: dict[str, Any] = {"max_tokens_per_gpu": CAP, **options}
             with pytest.raises(ValueError, match=match):
                 MegatronTrainer(run.chunks, run.optimizer, **chosen)
+            for wrong, match in (
+                ({"loss": "ppo"}, "loss is a str, it must be a function"),
+                ({"forward": 3}, "forward is a int"),
+                ({"cost": 3}, "cost is a int"),
+                ({"reference": run.chunks[0]}, "reference is a DistributedDataParallel, it must be a list"),
+                ({"reference": []}, "reference is a list, it must be a list of model chunks"),
+            ):
+                with pytest.raises(TypeError, match=match):
+                    MegatronTrainer(run.chunks, run.optimizer, max_tokens_per_gpu=CAP, **wrong)
+            for model, optimizer, match in (
+                (run.chunks[0], run.optimizer, "model is a DistributedDataParallel, it must be a list"),
+                ([], run.optimizer, "it must be a list of model chunks"),
+                (run.chunks, None, "the optimizer is a NoneType, it must be what megatron"),
+            ):
+                with pytest.raises(TypeError, match=match):
+                    MegatronTrainer(model, optimizer, max_tokens_per_gpu=CAP)
             with pytest.raises(TypeError, match=r"must be in a megatron\.core\.distributed"):
                 MegatronTrainer([run.chunks[0].module], run.optimizer, max_tokens_per_gpu=CAP)
             with pytest.raises(ConfigError, match=r"2 model chunks, .*=None"):
@@ -738,15 +891,26 @@ def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
     alone = (
         the_event_loop_is_free,
         cancelled_it_ends_the_batch,
+        asyncios_own_cancellation_ends_the_batch_too,
+        calls_run_in_the_order_in_which_they_were_made,
+        plain_sequences_and_other_numbers,
         the_scheduler_counts_executions,
         a_forward_and_a_reference_of_ones_own,
         deep_ep_is_guarded,
         in_bfloat16,
+        in_float16,
         a_loss_that_is_not_one_per_token,
         options_that_are_refused,
     )
     for lone in alone if world == 1 else ():
         yield _title(lone), LAYOUTS["one"], lone
+    for name in ("dp2-distributed", "tp2-sp", "pp2-vpp2", "cp2", "tp2-cp2"):
+        if LAYOUTS[name].world == world:
+            yield (
+                f"{name} {_title(what_one_rank_cannot_do)}",
+                LAYOUTS[name],
+                partial(what_one_rank_cannot_do, LAYOUTS[name]),
+            )
     if world == 2:
         yield _title(a_stateless_adam), LAYOUTS["dp2-distributed"], a_stateless_adam
     for what, (name, match, config) in REFUSED.items() if world == 2 else ():

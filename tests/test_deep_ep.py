@@ -152,7 +152,7 @@ def test_without_a_hook_nothing_is_changed(deep_ep: Any, caplog: pytest.LogCaptu
 def test_tells_a_preload_that_came_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "/site-packages/torch_memory_saver_hook_mode_preload_cu13.abi3.so")
     with guard_deep_ep() as guard:
-        assert "LD_PRELOAD names it now, but did not when this process began" in guard.status.hook
+        assert "LD_PRELOAD names it, but the file is not there, or it was named after" in guard.status.hook
 
 
 class _Function:

@@ -440,6 +440,20 @@ def test_a_step_without_loss() -> None:
     refused("no token of the 2 samples", made(0, 1, 2, remove_sample=True), made(1, 1, 1, loss_mask=LossMask([0])))
 
 
+def test_plain_sequences_are_packed_as_at_the_end_of_a_stage() -> None:
+    sample = made(0, 1, 2)
+    sample.tokens, sample.loss_mask = [5, 6, 7], [1, 0]  # type: ignore[assignment]
+    assert step_totals([sample]).tokens == 1
+    assert packed([sample]).targets.tolist() == [6, 7]
+
+
+def test_columns_of_something_else() -> None:
+    refused("sample 0: a column does not pack: ", changed(made(0, 1, 1), tokens=["a", "b"]))
+    refused("sample 0: a column does not pack: ", changed(made(0, 1, 1), loss_mask=[1000]))
+    refused("sample 0: train_metadata is a list, it must be a dict", changed(made(0, 1, 1), train_metadata=[1.0]))
+    refused("sample 0: response_length is 1.0, of 2 tokens", changed(made(0, 1, 1), response_length=1.0))
+
+
 def test_a_sample_without_tokens() -> None:
     refused("sample 1: it has no tokens", made(0, 1, 1), made(1, 0, 0))
 

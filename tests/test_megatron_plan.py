@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -25,6 +26,26 @@ from backends.megatron.plan import (
 
 ROOT = Path(__file__).parent.parent
 FLOPS = transformer_flops(parameters=1000, layers=2, hidden_size=64)
+
+
+class Whole:
+    """An element of an array: an int, as `operator.index` has it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class Tensorlike(list[Whole]):
+    """Neither true nor false, as arrays and tensors are."""
+
+    def __init__(self, *values: int) -> None:
+        super().__init__(map(Whole, values))
+
+    def __bool__(self) -> bool:
+        raise ValueError("the truth value of an array is ambiguous")
 
 
 def flat(steps: Sequence[PlannedStep]) -> list[int]:
@@ -340,8 +361,26 @@ def test_executions_of_another_length() -> None:
     refused(ValueError, "1 executions for 2", [1, 1], ParallelLayout(), executions=[0], max_tokens_per_gpu=10)
 
 
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
-def test_a_cost_that_is_none(value: float) -> None:
+@pytest.mark.parametrize("lengths", [array("i", [3, 4]), Tensorlike(3, 4), (3, 4), iter([3, 4])])
+def test_lengths_of_any_kind(lengths: Any) -> None:
+    [step] = plan_microbatches(lengths, ParallelLayout(), max_tokens_per_gpu=8)
+    assert step.micro_batches == [[[0, 1]]]
+
+
+@pytest.mark.parametrize("lengths", [[3.5, 4], ["3", 4], [math.nan], [None]])
+def test_lengths_that_are_no_ints(lengths: Any) -> None:
+    refused(ValueError, "lengths must be ints, one for each sample", lengths, ParallelLayout(), max_tokens_per_gpu=10)
+
+
+@pytest.mark.parametrize("value", [8.5, "8", math.inf])
+@pytest.mark.parametrize("name", ["max_tokens_per_gpu", "micro_batch_size", "global_batch_size"])
+def test_sizes_that_are_no_ints(name: str, value: Any) -> None:
+    numbers: dict[str, Any] = {"max_tokens_per_gpu": 8} if name == "global_batch_size" else {}
+    refused(ValueError, f"{name} is {value!r}, it must be an int", [1], ParallelLayout(), **numbers, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "a", None])
+def test_a_cost_that_is_none(value: Any) -> None:
     refused(ValueError, r"cost\(3\) is", [3], ParallelLayout(), max_tokens_per_gpu=10, cost=lambda _: value)
 
 
@@ -349,6 +388,12 @@ def test_a_cost_that_is_none(value: float) -> None:
 def test_a_layout_below_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0"):
         ParallelLayout(**{name: 0})
+
+
+@pytest.mark.parametrize("value", ["2", None, 2.0])
+def test_a_layout_that_is_no_int(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"dp is .*, it must be an int"):
+        ParallelLayout(dp=value)
 
 
 @pytest.mark.parametrize("name", ["parameters", "layers", "hidden_size"])

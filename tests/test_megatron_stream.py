@@ -27,6 +27,8 @@ CASES = [
     "all_may_break_together",
     "a_collective_that_breaks_names_the_rank",
     "a_rank_that_breaks_alone_ends_the_others",
+    "a_rank_that_never_asks_is_named",
+    "a_shard_is_acknowledged_once",
     "the_owner_may_break",
     "a_cancelled_owner_releases_the_others",
     "a_resumed_stream_asks_for_the_right_prompts",

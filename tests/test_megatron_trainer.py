@@ -160,6 +160,13 @@ def test_kept_tokens() -> None:
         ({"importance_cap": 0.0}, "cap is 0"),
         ({"kl_coefficient": -0.1}, "kl_coefficient is -0.1"),
         ({"entropy_coefficient": math.nan}, "entropy_coefficient is nan"),
+        ({"kl_coefficient": math.inf}, "kl_coefficient is inf, it must be a number of at least 0"),
+        ({"kl_coefficient": "0.1"}, "kl_coefficient is a str, it must be a number"),
+        ({"clip": torch.tensor(0.2)}, "clip is a Tensor, it must be a number"),
+        ({"policy": "grpo"}, "policy is 'grpo', it must be one of 'ppo', 'gspo', 'cispo', 'reinforce'"),
+        ({"policy": ["ppo"]}, "policy is .*'ppo'.*, it must be one of"),
+        ({"kl": "k4"}, "kl is 'k4', it must be one of 'k1', 'k2', 'k3'"),
+        ({"kl_in": "advantage"}, "kl_in is 'advantage', it must be one of"),
     ],
 )
 def test_an_objective_out_of_range(options: dict[str, Any], match: str) -> None:
@@ -215,6 +222,7 @@ ALIGNED = ParallelLayout(tp=2)
         ({"num_moe_experts": 4, "layout": ALIGNED, "moe_aux_loss_coeff": [0.0, 0.1]}, "moe_aux_loss_coeff not 0"),
         ({"num_moe_experts": 4, "padded": True, "moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff is set"),
         ({"num_moe_experts": 4, "padded": True, "moe_expert_capacity_factor": 1.0}, "capacity_factor is set"),
+        ({"num_moe_experts": 4, "padded": True, "moe_expert_rank_capacity_factor": 2.0}, "rank_capacity_factor is set"),
         ({"num_moe_experts": 4, "padded": True, "moe_router_enable_expert_bias": True}, "expert_bias is True"),
         ({"mtp_num_layers": 1}, "multi-token prediction needs labels"),
         ({"overlap_moe_expert_parallel_comm": True}, "schedule plan"),

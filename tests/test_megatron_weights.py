@@ -46,7 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", ["buckets", "checkpoint", "failures", "parts"])
+@pytest.mark.parametrize("case", ["buckets", "checkpoint", "failures", "cancelled", "empty buckets", "parts"])
 def test_on_four_ranks(ran: Path, case: str) -> None:
     error = json.loads((ran / "found.json").read_text()).get(case, "it did not run")
     assert error is None, error

@@ -263,6 +263,11 @@ def test_an_optimizer_that_keeps_its_own_is_told() -> None:
         use_stateless_adam(Stubborn())
 
 
+def test_an_optimizer_that_is_none_of_megatron_core() -> None:
+    with pytest.raises(TypeError, match="takes what get_megatron_optimizer returned, not a AdamW"):
+        use_stateless_adam(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
+
+
 @pytest.fixture(scope="module")
 def in_megatron() -> dict[str, str | None]:
     """What went wrong in each case, in one process for all: importing megatron-core takes longer than they do."""

@@ -126,8 +126,12 @@ def _find_hook(process: Any) -> tuple[_Hook | None, str]:
     """The flag by the symbols of `process`, and what was found in words."""
     if not hasattr(process, "tms_pause"):
         named = "torch_memory_saver" in os.environ.get("LD_PRELOAD", "")
-        why = "LD_PRELOAD names it now, but did not" if named else "it was not in LD_PRELOAD"
-        return None, f"torch_memory_saver does not hook cudaMalloc: {why} when this process began"
+        why = (
+            "LD_PRELOAD names it, but the file is not there, or it was named after this process began"
+            if named
+            else "it was not in LD_PRELOAD when this process began"
+        )
+        return None, f"torch_memory_saver does not hook cudaMalloc: {why}"
     if hasattr(process, "tms_get_interesting_region"):
         read, write = process.tms_get_interesting_region, process.tms_set_interesting_region
         write.argtypes = [ctypes.c_bool]

@@ -9,6 +9,7 @@ A trainer takes any function from `Terms` to the loss of each token; this is the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from inspect import signature
 from types import MappingProxyType
@@ -66,13 +67,20 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Times the entropy, subtracted from the loss."""
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"Objective: {name} is {value!r}, it must be one of {', '.join(map(repr, choices))}")
+        numbers = {**self._bounds, **{name: getattr(self, name) for name in ("importance_cap", *_COEFFICIENTS)}}
+        for name, value in numbers.items():
+            if value is not None and not isinstance(value, int | float):
+                raise ValueError(f"Objective: {name} is a {type(value).__name__}, it must be a number")
         known = signature(_POLICIES[self.policy]).parameters
         for name in self._bounds:
             if name not in known:
                 raise ValueError(f"Objective: policy {self.policy!r} has no {name}")
-        for name in ("kl_coefficient", "entropy_coefficient"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Objective: {name} is {getattr(self, name)}, it must not be negative")
+        for name in _COEFFICIENTS:
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"Objective: {name} is {value}, it must be a number of at least 0")
         none = torch.zeros(0)
         try:
             if self.policy in ("ppo", "gspo"):
@@ -135,3 +143,5 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 _POLICIES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {"ppo": losses.ppo, "gspo": losses.gspo, "cispo": losses.cispo, "reinforce": losses.reinforce}
 )
+_CHOICES: Final = {"policy": tuple(_POLICIES), "kl": ("k1", "k2", "k3"), "kl_in": ("loss", "reward")}
+_COEFFICIENTS: Final = ("kl_coefficient", "entropy_coefficient")

@@ -37,7 +37,7 @@ from eventbus.columns import LogProbs
 from eventbus.imports import optional_dependency
 from eventbus.sample import Sample
 
-__all__ = ["BatchError", "MicroBatch", "StepTotals", "pack", "step_totals", "unpack"]
+__all__ = ["BatchError", "MicroBatch", "StepTotals", "check_sample", "pack", "step_totals", "unpack"]
 
 
 class BatchError(ValueError):
@@ -147,7 +147,7 @@ def step_totals(samples: Sequence[Sample]) -> StepTotals:
     if not samples:
         raise BatchError("the step has no samples")
     for sample in samples:
-        _check(sample)
+        check_sample(sample)
     columns = frozenset(name for name in (*_NUMBERS, *_REPLAY) if _all_have(name, samples))
     for name in _NUMBERS:
         if name in columns:
@@ -166,7 +166,10 @@ def step_totals(samples: Sequence[Sample]) -> StepTotals:
         else:
             execution_tokens[sample.rollout_id] = execution_tokens.get(sample.rollout_id, 0) + own
     if not tokens:
-        raise BatchError(f"no token of the {len(samples)} samples of this step counts in the loss")
+        raise BatchError(
+            f"no token of the {len(samples)} samples of this step counts in the loss: drop such groups before they "
+            "reach the trainer, or take more executions into a step"
+        )
     return StepTotals(tokens, len(samples), len(execution_tokens) + alone, execution_tokens, columns)
 
 
@@ -400,11 +403,22 @@ def _multimodal(samples: Sequence[Sample]) -> dict[str, Tensor]:
 # The checks
 
 
-def _check(sample: Sample) -> None:
+def check_sample(sample: Sample) -> None:
+    """Tokens, response and mask go together. Columns that hold plain sequences are packed, as at the end of a stage.
+
+    :raises BatchError: they do not, or a column does not pack.
+    """
+    try:
+        sample.__post_init__()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BatchError(f"sample {sample.index}: a column does not pack: {error}") from error
+    for name in ("train_metadata", "multimodal_train_inputs"):
+        if not isinstance(value := getattr(sample, name), dict | None):
+            raise BatchError(f"sample {sample.index}: {name} is a {type(value).__name__}, it must be a dict")
     length, response = len(sample.tokens), sample.response_length
     if not length:
         raise BatchError(f"sample {sample.index}: it has no tokens")
-    if not 0 <= response <= length:
+    if type(response) is not int or not 0 <= response <= length:
         raise BatchError(f"sample {sample.index}: response_length is {response}, of {length} tokens")
     if response == length:
         raise BatchError(

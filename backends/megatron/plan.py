@@ -26,8 +26,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain, count, pairwise
-from operator import itemgetter
-from typing import TypeAlias
+from operator import index, itemgetter
+from typing import SupportsIndex, TypeAlias
 
 import msgspec
 
@@ -38,6 +38,7 @@ __all__ = [
     "PlannedStep",
     "SampleTooLong",
     "TooFewSamples",
+    "check_sizes",
     "plan_microbatches",
     "transformer_flops",
 ]
@@ -62,7 +63,7 @@ class NotDivisible(PlanError):
 class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many processes share the work, as megatron-core counts them, and what each wants its tokens padded to.
 
-    :raises ValueError: a number is less than 1.
+    :raises ValueError: a number is no int, or less than 1.
     """
 
     dp: int = 1
@@ -79,8 +80,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"ParallelLayout: {name} is {value}, it must be at least 1")
+            _check_size("ParallelLayout", name, getattr(self, name))
 
     @property
     def sequence_multiple(self) -> int:
@@ -147,12 +147,10 @@ def plan_microbatches(
     :raises NotDivisible: the samples of a step are no multiple of what `micro_batch_size` needs.
     :raises ValueError: an argument is out of range, or `executions` has another length than `lengths`.
     """
-    _check(lengths, executions, global_batch_size, micro_batch_size, max_tokens_per_gpu)
+    check_sizes("plan_microbatches", global_batch_size, micro_batch_size, max_tokens_per_gpu)
+    lengths = _checked(lengths, executions)
     sizes = [_aligned(length, layout.sequence_multiple) for length in lengths]
-    costs: Sequence[float] = sizes if cost is None else [cost(length) for length in lengths]
-    for length, value in zip(lengths, costs, strict=True):
-        if not 0 < value < math.inf:
-            raise ValueError(f"plan_microbatches: cost({length}) is {value!r}, it must be a number more than 0")
+    costs: Sequence[float] = sizes if cost is None else [_cost(cost, length) for length in lengths]
     steps = _steps(range(len(lengths)) if executions is None else executions, global_batch_size)
     plan = []
     for number, (samples, executed) in enumerate(steps):
@@ -183,14 +181,13 @@ def transformer_flops(*, parameters: float, layers: int, hidden_size: int) -> Ca
     return lambda length: 2.0 * parameters * length + 2.0 * layers * hidden_size * length * length
 
 
-def _check(
-    lengths: Sequence[int],
-    executions: Sequence[Hashable] | None,
-    global_batch_size: int | None,
-    micro_batch_size: int | None,
-    max_tokens_per_gpu: int | None,
+def check_sizes(
+    where: str, global_batch_size: int | None, micro_batch_size: int | None, max_tokens_per_gpu: int | None
 ) -> None:
-    where = "plan_microbatches"
+    """What `plan_microbatches` asks of them.
+
+    :raises ValueError: one is no int of at least 1, or it is not one of the last two that is given.
+    """
     if (micro_batch_size is None) == (max_tokens_per_gpu is None):
         raise ValueError(f"{where}: give either micro_batch_size or max_tokens_per_gpu, one of them")
     sizes = {
@@ -199,14 +196,41 @@ def _check(
         "max_tokens_per_gpu": max_tokens_per_gpu,
     }
     for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{where}: {name} is {value}, it must be at least 1")
-    if not lengths:
+        if value is not None:
+            _check_size(where, name, value)
+
+
+def _check_size(where: str, name: str, value: object) -> None:
+    if not isinstance(value, int):
+        raise ValueError(f"{where}: {name} is {value!r}, it must be an int")
+    if value < 1:
+        raise ValueError(f"{where}: {name} is {value}, it must be at least 1")
+
+
+def _checked(lengths: Iterable[SupportsIndex], executions: Sequence[Hashable] | None) -> list[int]:
+    where = "plan_microbatches"
+    try:
+        numbers = list(map(index, lengths))
+    except TypeError as error:
+        raise ValueError(f"{where}: lengths must be ints, one for each sample: {error}") from error
+    if not numbers:
         raise TooFewSamples(f"{where}: the batch has no samples")
-    if (shortest := min(lengths)) < 1:
-        raise ValueError(f"{where}: sample {lengths.index(shortest)} has {shortest} tokens, it needs at least one")
-    if executions is not None and len(executions) != len(lengths):
-        raise ValueError(f"{where}: {len(executions)} executions for {len(lengths)} lengths; give one per sample")
+    if (shortest := min(numbers)) < 1:
+        raise ValueError(f"{where}: sample {numbers.index(shortest)} has {shortest} tokens, it needs at least one")
+    if executions is not None and len(executions) != len(numbers):
+        raise ValueError(f"{where}: {len(executions)} executions for {len(numbers)} lengths; give one per sample")
+    return numbers
+
+
+def _cost(cost: Callable[[int], float], length: int) -> float:
+    value = cost(length)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"plan_microbatches: cost({length}) is {value!r}, it must be a number more than 0")
+    return number
 
 
 def _steps(executions: Iterable[Hashable], global_batch_size: int | None) -> list[tuple[list[int], int]]:

@@ -40,8 +40,15 @@ class Shard(msgspec.Struct, dict=True):
         return [sample for step in self.steps for part in step.micro_batches for sample in part]
 
     def trained(self, result: TrainResult | None = None) -> None:
-        """As `Batch.trained`, on the rank that owns the stream; on the others it does nothing, so that all ranks may
-        call it. Asking for the next shard does the same without metrics."""
+        """As `Batch.trained`, on all ranks alike; what it tells the pipeline it tells it on the rank that owns the
+        stream. Asking for the next shard does the same without metrics.
+
+        :raises RuntimeError: it was acknowledged before, or it did not come out of a `ShardedStream`.
+        :raises TypeError: the result is no `TrainResult`.
+        """
+        if result is not None and not isinstance(result, TrainResult):
+            raise TypeError(f"trained() takes a TrainResult(metrics, weight_version), got {type(result).__name__}")
         acknowledge: Callable[[TrainResult | None], None] | None = self.__dict__.pop("_acknowledge", None)
-        if acknowledge is not None:
-            acknowledge(result)
+        if acknowledge is None:
+            raise RuntimeError(f"shard {self.rollout_id} was acknowledged before, or did not come from a ShardedStream")
+        acknowledge(result)

@@ -150,8 +150,8 @@ def use_stateless_adam(optimizer: Any) -> None:
     out (Megatron-LM: `--no-save-optim`, `--no-load-optim`).
 
     :param optimizer: what `megatron.core.optimizer.get_megatron_optimizer` returned.
-    :raises TypeError: what is inside is no Adam (that of torch, or the FusedAdam of Transformer Engine or Apex), such
-        as with `optimizer_cpu_offload`.
+    :raises TypeError: it is no optimizer of megatron-core, or what is inside is no Adam (that of torch, or the
+        FusedAdam of Transformer Engine or Apex), such as with `optimizer_cpu_offload`.
     :raises ValueError: it holds state already; it uses `use_precision_aware_optimizer`; or a group has an option that
         `StatelessAdam` does not support. Nothing has been replaced then.
     """
@@ -164,6 +164,11 @@ def use_stateless_adam(optimizer: Any) -> None:
 
 def _parts(optimizer: Any) -> Iterator[Any]:
     if not hasattr(optimizer, "chained_optimizers"):
+        if not hasattr(optimizer, "optimizer"):
+            raise TypeError(
+                f"use_stateless_adam takes what get_megatron_optimizer returned, not a {type(optimizer).__name__}; an "
+                "optimizer of your own is StatelessAdam itself"
+            )
         yield optimizer
         return
     for part in optimizer.chained_optimizers:

@@ -59,6 +59,7 @@ import torch.distributed as dist
 from anyio.to_thread import run_sync
 
 from backends.megatron.shard import Shard
+from backends.megatron.threads import to_the_end
 from eventbus.events import GroupEnded
 from eventbus.group import Batch, TrainResult
 from eventbus.pipeline import Pipeline, RolloutIterator
@@ -99,7 +100,8 @@ class ShardedStream:
     :param pipeline: used on the owner only; the other ranks may pass None.
     :param trainer: has `shards`.
     :param owner: the rank that runs the pipeline.
-    :param timeout: seconds for the samples of one batch to reach all ranks. The owner may take any time for a batch.
+    :param timeout: seconds for the samples of one batch to reach all ranks, and before that, from when the owner asks
+        for the batch or has it, for all ranks to ask for it too. The owner may take any time for a batch.
     :raises ValueError: there is no such owner, or it has no pipeline.
     """
 
@@ -121,6 +123,7 @@ class ShardedStream:
         if self._pipeline is not None:
             self._ledger = _Ledger(self._pipeline.prompts, self._pipeline.batch.unfinished == "cancel")
             self._pipeline.prompts = self._ledger
+        self._begun = False
         self._opened = False
         self._talk: _Talk | None = None
         self._announced: BaseException | None = None
@@ -175,7 +178,10 @@ class ShardedStream:
         state; all but `rollout_id` and `weight_version` is used on the owner only.
 
         :raises ValueError: it is no such state, or was saved with other prompts.
+        :raises RuntimeError: a shard was asked for already; or the prompts cannot be restored.
         """
+        if self._begun:
+            raise RuntimeError("load_state_dict comes too late: a shard was asked for already")
         try:
             found = msgspec.convert(state, _State)
         except msgspec.ValidationError as error:
@@ -206,10 +212,15 @@ class ShardedStream:
             self._announced = error
             await run_sync(talk.announce, _Message(error=_Error.of(error, self.rank)))
             raise
-        await self._until(talk.all_ready)
-        with anyio.CancelScope(shield=True):  # what is announced is waited for
-            await run_sync(talk.announce, _Message(sizes=list(map(len, parts))))
-            await self._transferred(partial(talk.send, parts))
+        try:
+            with anyio.fail_after(self.timeout):
+                await self._until(talk.all_ready)
+        except TimeoutError:
+            raise RankFailed(
+                f"ranks {await run_sync(talk.not_ready)} did not ask for the next batch within {self.timeout:g} s: "
+                "they have died, hang, or need a longer timeout"
+            ) from None
+        await self._transferred(partial(talk.send, parts))
         await self._consume(batch)
         shard = shards[talk.part]
         shard._acknowledge = batch.trained  # type: ignore[attr-defined]
@@ -245,7 +256,7 @@ class ShardedStream:
     async def _transferred(self, work: Callable[[], T]) -> T:
         talk = self._entered
         try:
-            return await run_sync(work)
+            return await to_the_end(work)
         except RuntimeError as error:  # of gloo
             raise RankFailed(await run_sync(talk.failed) or f"samples did not reach all ranks: {error}") from error
 
@@ -304,6 +315,7 @@ class ShardIterator:
     def __init__(self, stream: ShardedStream, batches: RolloutIterator | None) -> None:
         self._stream = stream
         self._batches = batches
+        self._last: Shard | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -315,6 +327,9 @@ class ShardIterator:
             `RankFailed`.
         """
         stream = self._stream
+        stream._begun = True
+        if self._last is not None:
+            self._last.__dict__.pop("_acknowledge", None)
         shard = await (stream._shard() if self._batches is None else stream._batch(self._batches))
         stream._next = shard.rollout_id + 1
         acknowledge = getattr(shard, "_acknowledge", None)
@@ -326,6 +341,7 @@ class ShardIterator:
                 stream.weight_version = result.weight_version
 
         shard._acknowledge = trained  # type: ignore[attr-defined]
+        self._last = shard
         return shard
 
 
@@ -374,6 +390,9 @@ class _Talk:
         self.rank = dist.get_rank()
         self._timeout = timeout
         self._said = 0
+        self._heard = 0
+        """On the owner: what was said before this all others have heard."""
+        self._cleared = 0
         self._ended = False
         self._groups: list[Any] = []
 
@@ -407,18 +426,34 @@ class _Talk:
         """On the owner, to all others."""
         number = self._said
         self._store.set(f"next/{number}", msgspec.msgpack.encode(message))
-        for key in (f"next/{number - 2}", f"ready/{number - 1}", f"all/{number - 1}"):
-            self._store.delete_key(key)  # all have been there
+        for old in range(self._cleared, self._heard):
+            for key in (f"next/{old}", f"ready/{old}", f"all/{old}"):
+                self._store.delete_key(key)
+        self._cleared = self._heard
         self._count(message)
 
     def ready(self) -> None:
         """On the others, to the owner: nothing keeps this rank from taking what comes next."""
+        self._store.set(f"at/{self.rank}", str(self._said))
         if self._store.add(f"ready/{self._said}", 1) == dist.get_world_size() - 1:
             self._store.set(f"all/{self._said}", "")
 
     def all_ready(self) -> bool | None:
         """None: not yet. Before that nothing is sent: a transfer to a rank that is gone would wait in vain."""
-        return True if dist.get_world_size() == 1 or self._has(f"all/{self._said}") else None
+        if dist.get_world_size() > 1 and not self._has(f"all/{self._said}"):
+            return None
+        self._heard = self._said  # who asks for this one has heard those before; of an end nobody tells the owner
+        return True
+
+    def not_ready(self) -> list[int]:
+        """Which ranks have not asked for the batch."""
+        asked = str(self._said).encode()
+        others = [f"at/{rank}" for rank in range(dist.get_world_size())]
+        return [
+            rank
+            for rank, key in enumerate(others)
+            if rank != self.rank and not (self._store.check([key]) and self._store.get(key) == asked)
+        ]
 
     def hear(self) -> _Message | None:
         """What the owner says next; None: nothing yet."""
@@ -455,7 +490,9 @@ class _Talk:
         return None
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """To the first rank of each data-parallel rank, and to those that share the owner's shard."""
+        """On the owner: announced to all, to the first rank of each data-parallel rank and to those that share the
+        owner's shard."""
+        self.announce(_Message(sizes=list(map(len, parts))))
         tensors = {part: _tensor(data) for part, data in enumerate(parts) if data}
         work: list[Any] = [
             dist.isend(tensors[part], leader, group=self._all)
@@ -494,7 +531,11 @@ class _Talk:
             try:
                 self._store.wait(everyone, timedelta(seconds=LEAVE_SECONDS))
             except dist.DistStoreError:
-                logger.warning("rank %d leaves the stream, and others do not", self.rank)
+                others = [rank for rank, key in enumerate(everyone) if not self._store.check([key])]
+                words = f"ranks {others} did not leave the stream: they have died, hang, or wait in a collective"
+                logger.warning("rank %d leaves the stream; %s", self.rank, words)
+                if error is not None:
+                    error.add_note(words)
             return self.failed("failed") if error is None else self.failed()
         return None if error is None else _GONE
 

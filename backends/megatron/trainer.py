@@ -15,23 +15,27 @@ micro-batches and dp * cp ranks, is therefore multiplied by M * dp * cp first:
 - with `calculate_per_token_loss` neither happens, and `finalize_model_grads` divides by the sum of all tokens, which
   are M * dp * cp, so the result is the same.
 
-Whatever is wrong with a batch is found before the first collective. Ranks that look at the same batch find the same.
+Whatever is wrong with a batch is found before the model runs, and the ranks tell each other before it does: where one
+cannot go on, none does. What the loss, or a reference that is a function, raises is kept until the schedule is through,
+since the other stages wait in it, and raised then on all ranks. What the model itself raises cannot wait: see
+`MegatronTrainer.train`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
-import anyio
-import anyio.to_thread
+import anyio.lowlevel
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,9 +45,11 @@ from backends.megatron.deep_ep import guard_deep_ep
 from backends.megatron.log_probs import kept_tokens, log_probs_and_entropy
 from backends.megatron.losses import Aggregation, PolicyLoss
 from backends.megatron.objective import Objective, Terms
-from backends.megatron.packing import BatchError, MicroBatch, StepTotals, pack, step_totals
-from backends.megatron.plan import ParallelLayout, plan_microbatches
+from backends.megatron.packing import BatchError, MicroBatch, StepTotals, check_sample, pack, step_totals
+from backends.megatron.plan import ParallelLayout, check_sizes, plan_microbatches
 from backends.megatron.shard import Shard, ShardStep
+from backends.megatron.stream import RankFailed
+from backends.megatron.threads import waited
 from eventbus.group import Batch, TrainResult
 from eventbus.imports import optional_dependency
 from eventbus.sample import Sample
@@ -64,6 +70,8 @@ there; without one it is "advantage" and "old_log_probs"."""
 _KNOWN: Final = frozenset(
     {"advantage", "old_log_probs", "reference_log_probs", "rollout_log_probs", "teacher_log_probs"}
 )
+_OWN_INPUTS: Final = frozenset({"input_ids", "position_ids", "attention_mask", "packed_seq_params"})
+"""What `forward` gives a model itself."""
 
 
 class ConfigError(ValueError):
@@ -100,7 +108,8 @@ class MegatronTrainer:
     :param loss: the loss of each token.
     :param aggregation: how tokens become one number; see `backends.megatron.losses.aggregate`.
     :param micro_batch_size: this, `max_tokens_per_gpu`, `global_batch_size` and `cost` as in `plan_microbatches`.
-    :param padded: one row per sequence instead of all in one, for models that do not take packed ones.
+    :param padded: one row per sequence instead of all in one, for models that do not take packed ones. Rows are as long
+        as the longest, whatever a limit on tokens says, so it needs `micro_batch_size`.
     :param token_multiple: see `ParallelLayout`: 16 for FP8, 32 for MXFP8.
     :param temperature: that of the rollouts; logits are divided by it.
     :param old_log_probs: "rollout": the policy before the batch is what the engine said, `rollout_log_probs`.
@@ -112,7 +121,8 @@ class MegatronTrainer:
     :param version: batches trained so far, in a run that goes on.
     :raises ConfigError: megatron-core would compute something else than asked for; the message says what to change.
     :raises ValueError: an option is out of range.
-    :raises TypeError: a chunk is not in a `DistributedDataParallel`.
+    :raises TypeError: a chunk is not in a `DistributedDataParallel`, the optimizer is none of megatron-core, or what is
+        to be called cannot be.
     :raises LoadError: megatron-core is not installed.
     """
 
@@ -136,10 +146,19 @@ class MegatronTrainer:
         forward: Forward = forward,
         version: int = 0,
     ) -> None:
-        if (micro_batch_size is None) == (max_tokens_per_gpu is None):
-            raise ValueError("MegatronTrainer: give either micro_batch_size or max_tokens_per_gpu, one of them")
-        if not temperature > 0:
-            raise ValueError(f"MegatronTrainer: temperature is {temperature}, it must be more than 0")
+        check_sizes("MegatronTrainer", global_batch_size, micro_batch_size, max_tokens_per_gpu)
+        if padded and max_tokens_per_gpu is not None:
+            raise ValueError(
+                "MegatronTrainer: padded=True makes all rows as long as the longest, so max_tokens_per_gpu would not "
+                "hold: give micro_batch_size instead"
+            )
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"MegatronTrainer: temperature is {temperature}, it must be a number more than 0")
+        if type(version) is not int or version < 0:
+            raise ValueError(
+                f"MegatronTrainer: version is {version!r}, it must be the number of batches trained so far, an int of "
+                "at least 0"
+            )
         if old_log_probs not in ("rollout", "recompute"):
             raise ValueError(
                 f"MegatronTrainer: old_log_probs is {old_log_probs!r}, it must be 'rollout' or 'recompute'"
@@ -148,7 +167,7 @@ class MegatronTrainer:
             raise ValueError(
                 f"MegatronTrainer: aggregation is {aggregation!r}, it must be one of {get_args(Aggregation)}"
             )
-        self.model = list(model)
+        self.model = _chunks("model", model)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.loss: Loss = Objective() if loss is None else loss
@@ -156,7 +175,17 @@ class MegatronTrainer:
         self.padded = padded
         self.temperature = temperature
         self.reference = reference
+        if reference is not None and (isinstance(reference, torch.nn.Module) or not callable(reference)):
+            self.reference = _chunks("reference", reference)
         self.forward = forward
+        for name, function in {"loss": self.loss, "forward": forward, "cost": cost}.items():
+            if function is not None and not callable(function):
+                raise TypeError(f"MegatronTrainer: {name} is a {type(function).__name__}, it must be a function")
+        if not hasattr(optimizer, "scale_loss"):
+            raise TypeError(
+                f"MegatronTrainer: the optimizer is a {type(optimizer).__name__}, it must be what "
+                "megatron.core.optimizer.get_megatron_optimizer returned"
+            )
         self.version = version
         """Batches trained; as a string the version of the weights."""
         self._plan = {
@@ -195,6 +224,9 @@ class MegatronTrainer:
         self._device = next(self.model[0].parameters()).device
         self._vocabulary: int | None = getattr(_unwrapped(self.model[0]), "vocab_size", None)
         self._context: int | None = getattr(_unwrapped(self.model[0]), "max_sequence_length", None)
+        self._error: Exception | None = None
+        """Of this rank, while the others still count on it."""
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, "megatron", self._enter_thread, (torch.get_num_threads(),))
         self.guard = guard_deep_ep()
 
@@ -206,27 +238,39 @@ class MegatronTrainer:
         tokens that count in the loss: `ratio`, `clip_fraction`, `kl` (of the policy before the batch from this one, k3
         estimator), `entropy`, with a reference `reference_kl` (of this policy from it, k3), with recomputed log-probs
         and those of the rollout `rollout_kl` (of the engine's policy from the trainer's before the batch, k3). All of
-        them are means over the steps. `reward`, the mean over the samples with a number for a reward; `tokens`, those
-        that count in the loss; `steps`; and with a scheduler `lr`.
+        them are means over the steps. `reward`, the mean over the samples with a number for a reward, missing if there
+        is none; `tokens`, those that count in the loss; `steps`; and with a scheduler `lr`.
 
         The weights are those of `weight_version` when it returns, whole on every rank: hand them to the engine before
-        you acknowledge the batch. While it runs the event loop is free. Cancelled, it goes on to the end of the batch
-        first, since the other ranks do.
+        you acknowledge the batch. While it runs the event loop is free; another `train` or `call` meanwhile comes after
+        it. Cancelled, in whichever way, it goes on to the end of the batch first, since the other ranks do.
+
+        What raises here raises on all ranks, and the trainer can go on, with one exception: an error of the model, such
+        as no memory left, or of a rank that is gone, leaves the others in a collective. They end when that does: over
+        gloo as soon as the failed process has ended, over NCCL after the time-out of its process group, under torchrun
+        at once. So let such an error end the process.
 
         :raises BatchError: the batch cannot be trained on; nothing has been done.
         :raises PlanError: it cannot be cut for this layout; nothing has been done.
-        :raises FloatingPointError: a gradient is not finite, on all ranks; the weights stay as they were before that
-            step.
+        :raises FloatingPointError: a gradient is not finite; the weights stay as they were before that step.
+        :raises RankFailed: another rank could not take its batch, or its loss failed; or the ranks were given batches
+            that do not go together. The weights stay as they were before that step.
+        :raises TypeError: it is neither a `Batch` nor a `Shard`.
+        :raises RuntimeError: the trainer is closed.
         """
         return await self.call(self._train, batch)
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run a function in the trainer's thread, after what is running there: for collectives over the same groups,
-        such as those that gather weights, which must come in the same order on all ranks."""
-        # Another thread waits for the trainer's: a way to wait that asyncio and trio share. Its limiter is its own, so
-        # that no stage that runs in threads keeps it waiting.
-        work = partial(self._thread.submit, function, *args, **kwargs)
-        return await anyio.to_thread.run_sync(lambda: work().result(), limiter=anyio.CapacityLimiter(1))
+        such as those that gather weights, which must come in the same order on all ranks.
+
+        :raises RuntimeError: the trainer is closed.
+        """
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if self._closed:
+            raise RuntimeError("this MegatronTrainer is closed")
+        # From here, not from a thread: so calls run in the order in which they were made.
+        return await waited(self._thread.submit(function, *args, **kwargs))
 
     def shards(self, batch: Batch) -> list[Shard]:
         """Check a batch, plan its steps, and cut it: one shard per data-parallel rank, which the ranks of one
@@ -240,6 +284,7 @@ class MegatronTrainer:
         if not samples:
             raise BatchError(f"batch {batch.rollout_id} has no samples")
         for sample in samples:
+            check_sample(sample)
             self._check_sample(sample)
         plan = plan_microbatches(
             [len(sample.tokens) for sample in samples],
@@ -261,7 +306,9 @@ class MegatronTrainer:
         return self._ranks.dp_rank
 
     def close(self) -> None:
-        """Let the trainer's thread go, once it is done, and give the guard of DeepEP's buffers back."""
+        """Let the trainer's thread go, once it is done, and give the guard of DeepEP's buffers back. It waits for a
+        batch that is being trained. A second time does nothing."""
+        self._closed = True
         self._thread.shutdown()
         self.guard.unguard()
 
@@ -285,7 +332,8 @@ class MegatronTrainer:
             torch.cuda.set_device(self._device)
 
     def _train(self, batch: Batch | Shard) -> TrainResult:
-        shard = self.shards(batch)[self.dp_rank] if isinstance(batch, Batch) else batch
+        self._error = None
+        shard = self._agreed_shard(batch)
         old: list[list[Tensor | None]] = []
         if self._recompute:
             old = [self._without_gradient(self.model, self._parts(step)) for step in shard.steps[1:]]
@@ -313,6 +361,58 @@ class MegatronTrainer:
             metrics["lr"] = float(self.optimizer.param_groups[0]["lr"])
         return TrainResult(metrics, str(self.version))
 
+    # So that no rank waits for another in vain
+
+    def _agreed_shard(self, batch: Batch | Shard) -> Shard:
+        """This rank's, when all ranks have theirs of the same batch."""
+        shard = Shard(0, [])
+        with self._kept():
+            if not isinstance(batch, Batch | Shard):
+                raise TypeError(f"MegatronTrainer.train takes a Batch or a Shard, not a {type(batch).__name__}")
+            shard = self.shards(batch)[self.dp_rank] if isinstance(batch, Batch) else batch
+        outline = [
+            (len(step.micro_batches), step.totals.tokens, step.totals.sequences, sorted(step.totals.columns))
+            for step in shard.steps
+        ]
+        # What float64 holds exactly. The largest of both is the same number where all have the same.
+        number = float(zlib.crc32(repr((shard.rollout_id, outline)).encode()))
+        most, least = self._agreed(torch.tensor([number, -number], dtype=torch.float64))
+        if most != -least:
+            raise RankFailed(
+                f"the ranks were given different batches: this one has batch {shard.rollout_id} with (micro-batches, "
+                f"tokens, samples, columns) of {outline}"
+            )
+        return shard
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The first error waits for `_agreed`."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+
+    def _agreed(self, values: Tensor) -> list[float]:
+        """The largest of each over all ranks.
+
+        :raises RankFailed: another rank has an error; this rank's own is raised as it is.
+        """
+        values = torch.cat([values.new_tensor([self._error is not None]), values]).to(self._device)
+        for group in self._ranks.all_groups:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group)
+        failed, *found = values.tolist()
+        if not failed:
+            return found
+        error, self._error = self._error, None
+        words: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(words, None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        rank = next(rank for rank, said in enumerate(words) if said is not None)
+        raise RankFailed(f"rank {rank} failed: {words[rank]}")
+
+    # A step
+
     def _parts(self, step: ShardStep) -> list[_Part]:
         options: dict[str, Any] = {
             "cp_rank": self._ranks.cp_rank,
@@ -333,10 +433,10 @@ class MegatronTrainer:
 
         def step(data: Iterator[_Part], chunk: Any) -> tuple[Tensor, Any]:
             part = next(data)
-            return self.forward(chunk, part.batch), partial(self._loss_of, part, scale)
+            return self.forward(chunk, part.batch), partial(self._loss_or_none, part, scale)
 
         reported = self._run(step, self.model, parts)
-        self._check_gradients()
+        self._check_step()
         updated, grad_norm, _ = self.optimizer.step()
         if updated and self.scheduler is not None:
             self.scheduler.step(increment=totals.executions)
@@ -363,6 +463,12 @@ class MegatronTrainer:
             **{"forward_only": False, **options},
         )
         return reported
+
+    def _loss_or_none(self, part: _Part, scale: float, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with self._kept():
+            return self._loss_of(part, scale, logits)
+        none = logits.float().sum() * 0  # with a gradient, for which the stages before wait
+        return none, torch.ones((), dtype=torch.int, device=none.device), none.detach().double()
 
     def _loss_of(self, part: _Part, scale: float, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch = part.batch
@@ -413,7 +519,8 @@ class MegatronTrainer:
             part = next(data)
 
             def keep(logits: Tensor, non_loss_data: bool) -> None:
-                found[part.number], _ = self._predicted(part.batch, logits)
+                with self._kept():
+                    found[part.number], _ = self._predicted(part.batch, logits)
 
             return self.forward(chunk, part.batch), keep
 
@@ -429,26 +536,23 @@ class MegatronTrainer:
         return found
 
     def _asked(self, reference: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor | None:
-        if not self._ranks.last_stage:
-            return None
-        with torch.no_grad():
-            return reference(batch)
+        if self._ranks.last_stage:
+            with self._kept(), torch.no_grad():
+                return reference(batch)
+        return None
 
-    def _check_gradients(self) -> None:
-        """With fp16 the optimizer finds such gradients by itself: it leaves the step out and lowers the loss scale."""
-        if self.optimizer.config.fp16:
-            return
+    def _check_step(self) -> None:
+        """What went wrong in it on any rank. With fp16 the optimizer finds gradients that are not finite by itself: it
+        leaves the step out and lowers the loss scale."""
         norms = [
             torch.linalg.vector_norm(buffer.grad_data.detach(), dtype=torch.float32)
             for chunk in self.model
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
-        wrong = torch.zeros((), device=self._device)
-        if norms:
+        wrong = torch.zeros(1, dtype=torch.float64, device=self._device)
+        if norms and not self.optimizer.config.fp16:
             wrong += (~torch.stack(norms).isfinite()).any()
-        for group in self._ranks.all_groups:
-            dist.all_reduce(wrong, dist.ReduceOp.MAX, group)
-        if wrong:
+        if any(self._agreed(wrong)):
             raise FloatingPointError(f"a gradient of weights {str(self.version)!r} is not finite, so no step was made")
 
     def _summed(self, reported: Sequence[Tensor], totals: StepTotals) -> dict[str, float]:
@@ -467,11 +571,11 @@ class MegatronTrainer:
         return dict(zip(names, sums.tolist(), strict=True))
 
     def _rewards(self, shard: Shard) -> dict[str, float]:
-        rewards = [float(sample.reward) for sample in shard.samples if _is_number(sample.reward)]
+        rewards = [number for sample in shard.samples if (number := _number(sample.reward)) is not None]
         sums = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64, device=self._device)
         dist.all_reduce(sums, group=self._ranks.dp_cp_group)
         total, count = sums.tolist()
-        return {"reward": total / count if count else math.nan}
+        return {"reward": total / count} if count else {}
 
     # What is refused
 
@@ -516,9 +620,8 @@ class MegatronTrainer:
 
     def _check_sample(self, sample: Sample) -> None:
         name = f"sample {sample.index}"
-        if not sample.tokens:
-            raise BatchError(f"{name}: it has no tokens")
-        if isinstance(sample.reward, float) and not math.isfinite(sample.reward):
+        rewards = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
+        if not all(math.isfinite(number) for value in rewards if (number := _number(value)) is not None):
             raise BatchError(f"{name}: its reward is {sample.reward}; drop it before it reaches the trainer")
         if self._context is not None and len(sample.tokens) > self._context:
             raise BatchError(f"{name}: {len(sample.tokens)} tokens exceed the model's context of {self._context}")
@@ -538,10 +641,11 @@ class MegatronTrainer:
                 "own: give MegatronTrainer a forward=... that replays them, or drop the column"
             )
         inputs = sample.multimodal_train_inputs
-        if inputs and (unknown := sorted(set(inputs) - self._inputs)):
+        if inputs and (unknown := sorted(set(inputs) - (self._inputs - _OWN_INPUTS))):
             model = type(_unwrapped(self.model[0])).__name__
             raise BatchError(
-                f"sample {sample.index}: multimodal_train_inputs has {', '.join(unknown)}, which {model} does not take"
+                f"sample {sample.index}: multimodal_train_inputs has {', '.join(unknown)}, which {model} does not take "
+                "from a sample"
             )
 
     def _check_columns(self, totals: StepTotals) -> None:
@@ -653,6 +757,7 @@ def _reasons(config: Any, layout: ParallelLayout, pp: int, chunks: int, gloo: bo
             "moe_aux_loss_coeff": "moe_router_load_balancing_type is not 'none' and moe_aux_loss_coeff not 0",
             "moe_z_loss_coeff": "moe_z_loss_coeff is set",
             "moe_expert_capacity_factor": "moe_expert_capacity_factor is set",
+            "moe_expert_rank_capacity_factor": "moe_expert_rank_capacity_factor is set",
             "moe_router_enable_expert_bias": "moe_router_enable_expert_bias is True",
         }
         for name, what in uses.items():
@@ -682,8 +787,23 @@ def _shown(value: Any) -> str:
     return f"a tensor of the shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _chunks(name: str, model: Any) -> list[Any]:
+    chunks = list(model) if isinstance(model, Sequence | torch.nn.ModuleList) else []
+    if not chunks:
+        raise TypeError(f"MegatronTrainer: {name} is a {type(model).__name__}, it must be a list of model chunks")
+    return chunks
+
+
+def _number(value: Any) -> float | None:
+    """A reward, of any kind of number; None for what is none."""
+    if value is None or isinstance(value, str | bytes | dict):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 class _Summed(torch.autograd.Function):

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from anyio.to_thread import run_sync
 from torch import Tensor
 
+from backends.megatron.threads import to_the_end
 from eventbus.imports import optional_dependency
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ async def send_weights(
         ...
         await send_weights(model, engine, version=str(step), mapping=names, by=broadcast)
 
-    When it returns, all workers generate with them. The event loop is free meanwhile.
+    When it returns, all workers generate with them. The event loop is free meanwhile. Cancelled on rank 0, it ends as
+    by any error there; a rank that is cancelled elsewhere does its part to the end first.
 
     :param model_chunks: those of this rank, as `MegatronTrainer` takes them.
     :param engine: used on rank 0 only, where it is asked to pause, to take the weights and to go on.
@@ -104,32 +106,29 @@ async def send_weights(
     :param bucket_bytes: that rank 0 holds at a time, and workers with it; a weight that is larger counts as a bucket.
     :raises WeightError: a part is missing or parts do not fit together; on ranks other than 0 also for whatever was
         raised on rank 0.
+    :raises ValueError: `bucket_bytes` is less than 1, or there are no model chunks.
+    :raises TypeError: `version` is no string.
     :raises Exception: on rank 0: what the engine, the transport or the mapping raised.
     """
+    if not isinstance(version, str):
+        raise TypeError(f"send_weights: version is {version!r}, it must be a str")
     device = _device(model_chunks)
     buckets = named_weights(model_chunks, mapping, bucket_bytes=bucket_bytes)
     if dist.get_rank() != 0:
-        bucket: NamedTensors | None = []
-        while bucket is not None:
-            await run_sync(_told, device)
-            try:
-                bucket = await run_sync(_next, buckets, device)
-            except WeightError:  # which rank 0 meets too, and tells
-                break
-        await run_sync(_told, device)
+        await to_the_end(_follow, buckets, device)
         return
     try:
         async with by.sending(engine, version, pause) as send:
-            while True:
-                await run_sync(_tell, device)
-                if (bucket := await run_sync(_next, buckets, device)) is None:
-                    break
-                await send(bucket)
+            # That it goes on and the bucket are one step: the others are told of nothing in between.
+            while (bucket := await to_the_end(_tell_and_next, buckets, device)) is not None:
+                if bucket:
+                    await send(bucket)
     except BaseException as error:
         with anyio.CancelScope(shield=True), suppress(RuntimeError):
-            await run_sync(_tell, device, f"version {version} was not sent: rank 0: {_words(error)}")
+            await to_the_end(_tell, device, f"version {version} was not sent: rank 0: {_words(error)}")
         raise
-    await run_sync(_tell, device)
+    with anyio.CancelScope(shield=True):  # the engine has them, whatever happens here
+        await to_the_end(_tell, device)
 
 
 def named_weights(
@@ -146,6 +145,12 @@ def named_weights(
     """
     if bucket_bytes < 1:
         raise ValueError(f"named_weights: bucket_bytes is {bucket_bytes}, it must be at least 1")
+    return _named(model_chunks, mapping, bucket_bytes, to)
+
+
+def _named(
+    model_chunks: Sequence[torch.nn.Module], mapping: WeightMapping, bucket_bytes: int, to: int
+) -> Iterator[NamedTensors]:
     device, rank = _device(model_chunks), dist.get_rank()
     try:
         own = dict(_own_parts(model_chunks))
@@ -710,7 +715,10 @@ def _unwrapped(chunk: torch.nn.Module) -> Any:
 
 
 def _device(model_chunks: Sequence[torch.nn.Module]) -> torch.device:
-    return next(parameter.device for chunk in model_chunks for parameter in chunk.parameters())
+    device = next((parameter.device for chunk in model_chunks for parameter in chunk.parameters()), None)
+    if device is None:
+        raise ValueError("the model chunks hold no parameters: give the list of them that MegatronTrainer has")
+    return device
 
 
 def _on(device: torch.device) -> Any:
@@ -724,6 +732,23 @@ def _on(device: torch.device) -> Any:
 def _next(buckets: Iterator[NamedTensors], device: torch.device) -> NamedTensors | None:
     with _on(device):
         return next(buckets, None)
+
+
+def _follow(buckets: Iterator[NamedTensors], device: torch.device) -> None:
+    """On the other ranks: one bucket after the other, as rank 0 says."""
+    bucket: NamedTensors | None = []
+    while bucket is not None:
+        _told(device)
+        try:
+            bucket = _next(buckets, device)
+        except WeightError:  # which rank 0 meets too, and tells
+            break
+    _told(device)
+
+
+def _tell_and_next(buckets: Iterator[NamedTensors], device: torch.device) -> NamedTensors | None:
+    _tell(device)
+    return _next(buckets, device)
 
 
 def _tell(device: torch.device, error: str = "") -> None:

@@ -103,7 +103,7 @@ async def main(rollouts: int) -> None:
     engine = EmbeddedEngine("0123456789=", CONTEXT, WIDTH, LAYERS, HEADS)
     model, wrapped, optimizer = build(vocabulary=engine.eos + 1)
     await engine.update_weights(dict(named(model)), "0")
-    trainer = MegatronTrainer([wrapped], optimizer, max_tokens_per_gpu=4096, padded=True, loss=Objective(clip=0.2))
+    trainer = MegatronTrainer([wrapped], optimizer, micro_batch_size=64, padded=True, loss=Objective(clip=0.2))
     pipeline = Pipeline(
         prompts=JsonlPrompts(PROMPTS, group_size=8, label_key="answer", seed=0),
         stages=[
