@@ -13,12 +13,13 @@ filtered and written where its types do not exist.
 from __future__ import annotations
 
 import enum
+import math
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.msgpack import Decoder, Encoder, Ext
@@ -248,6 +249,7 @@ def _add_numpy() -> None:
         dtype = np.dtype(str(code))
         if dtype.hasobject:
             raise ValueError(f"numpy payload of dtype {code}: objects do not travel")
+        _check_shape(shape, data)
         array = np.ndarray(tuple(shape), dtype, buffer=data)
         if array.nbytes != data.nbytes:
             raise ValueError(f"numpy payload: {data.nbytes} bytes for shape {shape} of {code}")
@@ -276,11 +278,26 @@ def _add_torch() -> None:
         dtype = getattr(torch, str(name), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"torch payload of dtype {name!r}, which this torch does not have")
+        _check_shape(shape, data)
         if not data.nbytes:
             return torch.empty(0, dtype=dtype).reshape(tuple(shape))
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(tuple(shape))
 
     _add_builtin(torch.Tensor, "torch.Tensor", pack, unpack)
+
+
+EMPTY_PLACES: Final = 1 << 20
+"""What the sizes of an array without bytes may multiply to, zeros left out."""
+
+
+def _check_shape(shape: Sequence[int], data: memoryview) -> None:
+    """Refuse a shape that says more than the data: (2**60, 0) needs no memory until somebody makes a list of it.
+
+    :raises ValueError: it does.
+    """
+    places = math.prod(max(size, 1) for size in shape)
+    if places > max(data.nbytes, EMPTY_PLACES):
+        raise ValueError(f"shape {shape} is too large for {data.nbytes} bytes")
 
 
 def _add_builtin(

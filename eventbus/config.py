@@ -49,6 +49,14 @@ from eventbus.stage import DeclaredStage, OnError
 
 __all__ = ["ConfigError", "RunPlan", "build", "build_stage", "load_config", "load_plan", "override", "parse_value"]
 
+LARGEST_FILE: Final = 1 << 20
+"""Bytes of a configuration."""
+DEEPEST_KEY: Final = 64
+"""Parts of a dotted key: what they cost grows with their square."""
+
+_DEEP_KEY: Final = re.compile(
+    r"(?<![\w-])(?>(?>[\w-]+|\"[^\"\n]*\"|'[^'\n]*')[ \t]*\.[ \t]*){%d}" % DEEPEST_KEY  # noqa: UP031
+)
 _SECTIONS: Final = ("prompts", "engine", "batch", "stages", "trainer", "log", "run", "report")
 _WRAPPERS: Final = ("in_thread", "timeout", "retry", "limit")
 _CAUSED_BY_VALUES: Final = (TypeError, ValueError, ImportError, OSError)
@@ -120,7 +128,11 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     :raises ConfigError: the file cannot be read, is no TOML, or an override leads nowhere.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise ConfigError(f"{path}: is larger than {LARGEST_FILE >> 10} KiB, too much for a configuration")
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except OSError as error:
@@ -129,8 +141,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: is not UTF-8: {error.reason} at byte {error.start}") from None
     try:
-        config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        config = _parsed(text)
+    except ValueError as error:
         raise ConfigError(f"{path}:{_located(str(error), text)}") from None
     for each in overrides:
         override(config, each)
@@ -346,6 +358,8 @@ class _Builder:
 
     def checked(self, value: Any, annotation: Any, path: str) -> Any:
         if isinstance(value, str) and _is_path(annotation):
+            if "\0" in value:
+                raise ConfigError(f"{path}: a path cannot hold a null character")
             return self.base / Path(value).expanduser()
         try:
             return msgspec.convert(value, annotation)
@@ -492,6 +506,17 @@ def _did_you_mean(name: str, there: Iterable[str]) -> str:
 # --set
 
 
+def _parsed(text: str) -> dict[str, Any]:
+    """:raises ValueError: it is no TOML, or nested too deeply."""
+    if deep := _DEEP_KEY.search(text):
+        line = text.count("\n", 0, deep.start()) + 1
+        raise ValueError(f"A key of more than {DEEPEST_KEY} parts (at line {line}, column 1)")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("Nested too deeply") from None
+
+
 def override(config: dict[str, Any], setting: str) -> None:
     """Change a configuration by one `--set` argument: "batch.groups=16", "stages.judge.timeout=3".
 
@@ -560,7 +585,7 @@ def _name(entry: Any) -> str:
 def parse_value(text: str) -> Any:
     """A TOML value, else the text itself."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = _parsed(f"value = {text}")
+    except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text

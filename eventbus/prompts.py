@@ -38,6 +38,8 @@ _NOT_TEXT: Final = (
     (b"\xfe\xff", "UTF-16"),
 )
 """How files begin that are often taken for JSONL."""
+LONGEST_LINE: Final = 64 << 20
+"""Bytes of a line in a file of prompts: what has no line ends would be held in memory whole."""
 _END: Final = object()
 
 
@@ -351,8 +353,8 @@ class JsonlPrompts(Prompts):
         if not isinstance(fields, dict):
             raise ValueError(f"expected an object, got {_kind(fields)}: {_shortened(line)}")
         if self._prompt_key not in fields:
-            there = ", ".join(fields) or "none"
-            near = _did_you_mean(self._prompt_key, fields)
+            there = ", ".join(list(fields)[:20]) or "none"
+            near = _did_you_mean(self._prompt_key, fields) if len(fields) < 100 else ""
             raise ValueError(f"no key {self._prompt_key!r}; the keys are: {there}{near} (prompt_key=...)")
         prompt, label = fields[self._prompt_key], fields.get(self._label_key)  # they may be one key
         for key in (self._prompt_key, self._label_key):
@@ -394,8 +396,11 @@ class _Lines:
         self._order: tuple[int, array[int]] | None = None
         with self._opened() as file:
             self._state = _state(file)
-            offset = 0
-            for line in file:
+            offset = number = 0
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(f"{self}:{number}: is longer than {LONGEST_LINE >> 20} MiB: is this JSONL?")
                 if offset == 0 and (form := next((form for start, form in _NOT_TEXT if line.startswith(start)), None)):
                     raise ValueError(f"{self} is {form}: prompts are read from UTF-8 text, convert it first")
                 if (line.removeprefix(_BOM) if offset == 0 else line).strip():

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 from mcap.opcode import Opcode
 from mcap.records import ChunkIndex, DataEnd, Footer, Header, MetadataIndex, Statistics, SummaryOffset
 
-from eventbus.log.format import CHUNK_FIELDS, MAGIC, MESSAGE, PROFILE, RECORD, Compression, packed
+from eventbus.log.format import CHUNK_FIELDS, MAGIC, MESSAGE, PROFILE, RECORD, Compression, largest_content, packed
 from eventbus.log.format import described as own
 
 __all__ = ["Chunk", "Container"]
@@ -105,7 +105,7 @@ class Container:
         self._chunk_count = self._metadata_count = 0
         self._start, self._end = 1 << 64, 0
         self._messages: Counter[int] = Counter()
-        self._described = described or own()
+        self._described = {Opcode.SCHEMA: [], Opcode.CHANNEL: [], **described} if described else own()
         self._write([MAGIC, packed(Header(profile=PROFILE, library=library))])
 
     def describe(self) -> None:
@@ -122,7 +122,11 @@ class Container:
         if compression is not None:
             if self._compressor is None:
                 self._compressor = _compressor()
-            data = self._compressor.compress(data)
+            compressed = self._compressor.compress(data)
+            if size <= largest_content(len(compressed)):
+                data = compressed
+            else:
+                compression = None
         length = len(data)
         name = compression or ""
         head = b"".join(

@@ -1,6 +1,7 @@
 """Reading an MCAP file as it is: its chunks and metadata, found by its index or by walking over its records.
 
-Nothing here raises for damage. What cannot be read is noted in `damage`, and the reading goes on behind it.
+Nothing here raises for damage. What cannot be read is noted in `damage`, and the reading goes on behind it. Lengths are
+believed as far as the file goes: no more memory is taken than what is there can fill, or unfold to (`largest_content`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import Final
 import msgspec
 from mcap.opcode import Opcode
 
-from eventbus.log.format import CHUNK_FIELDS, MAGIC, MESSAGE, PROFILE, RECORD, LogError, channels, intact
+from eventbus.log.format import (
+    CHUNK_FIELDS,
+    MAGIC,
+    MESSAGE,
+    PROFILE,
+    RECORD,
+    LogError,
+    channels,
+    intact,
+    largest_content,
+)
 
 __all__ = ["Damage", "LogFile", "StoredChunk", "Unreadable", "messages"]
 
@@ -64,15 +75,23 @@ Message = tuple[int, int, int, int, int]
 
 
 def messages(content: bytes) -> Iterator[Message]:
-    """The messages of a chunk, which `LogFile.content` has checked."""
+    """The messages of a chunk.
+
+    :raises Unreadable: it does not consist of records, though its CRC fits.
+    """
     place, size, unpack = 0, len(content), MESSAGE.unpack_from
-    while place < size:
-        opcode, length = RECORD.unpack_from(content, place)
-        end = place + RECORD.size + length
-        if opcode == Opcode.MESSAGE:
-            _, _, channel, sequence, time_ns, _ = unpack(content, place)
-            yield channel, sequence, time_ns, place + MESSAGE.size, end
-        place = end
+    try:
+        while place < size:
+            opcode, length = RECORD.unpack_from(content, place)
+            end = place + RECORD.size + length
+            if end > size:
+                raise Unreadable("a record of the chunk ends behind it")
+            if opcode == Opcode.MESSAGE:
+                _, _, channel, sequence, time_ns, _ = unpack(content, place)
+                yield channel, sequence, time_ns, place + MESSAGE.size, end
+            place = end
+    except struct.error:
+        raise Unreadable("a record of the chunk is too short") from None
 
 
 class LogFile:
@@ -124,6 +143,7 @@ class LogFile:
         if self._descriptor < 0:
             raise LogError(f"{self.path}: the log is closed")
         parts = []
+        length = min(length, self.size - position)
         while length > 0 and (part := os.pread(self._descriptor, length, position)):
             parts.append(part)
             position += len(part)
@@ -165,14 +185,22 @@ class LogFile:
                 raise LogError(f"{self.path}: this is no log: it does not begin as an MCAP file does")
             self.note(0, len(MAGIC), "the file does not begin as an MCAP file does")
         self._next = len(MAGIC)
-        if not self._read_index():
+        try:
+            indexed = self._read_index()
+        except (struct.error, ValueError):  # its CRC fits, and it is none
+            self.note(self.size, 0, _INDEX_DAMAGED)
+            indexed = False
+        if not indexed:
             self.chunks.clear()
             self.described.clear()
+            self.channels.clear()
+            self.metadata.clear()
             self.grow()
             if self.finished and self._summary() is None:
                 self._note_end()
         if not self.channels:
             self.channels = {number: topic for topic, number in channels().items()}
+            self.described.clear()
 
     def _note_end(self) -> None:
         """Say what is wrong behind the records of a file whose index cannot be used."""
@@ -336,6 +364,8 @@ class LogFile:
             _, length, channel, listed = _INDEX.unpack(entry)
             if length != 6 + listed or listed % 16 or after + RECORD.size + length > size:
                 break
+            if listed // 16 * MESSAGE.size > chunk.content_size:
+                break
             times = struct.unpack(f"<{listed // 8}Q", self.read(after + 15, listed))[::2]
             numbers.add(channel)
             start, end = min(start, *times, start), max(end, *times, end)
@@ -347,7 +377,7 @@ class LogFile:
                 for opcode, body in _descriptions(content):
                     self._describe(opcode, body)
                 found = list(messages(content))
-            except Unreadable as error:
+            except (Unreadable, struct.error, ValueError) as error:
                 self.note(position, chunk.length, str(error))
                 return after
             numbers = {channel for channel, *_ in found}
@@ -478,6 +508,8 @@ def _chunk_of(position: int, head: bytes) -> StoredChunk | None:
 
 
 def _decompressed(data: memoryview, chunk: StoredChunk) -> bytes:
+    if chunk.content_size > (largest := largest_content(chunk.size)):
+        raise Unreadable(f"the chunk would unfold to {chunk.content_size} bytes, and may to {largest}")
     try:
         if chunk.compression == "zstd":
             import zstandard
@@ -488,7 +520,7 @@ def _decompressed(data: memoryview, chunk: StoredChunk) -> bytes:
         if chunk.compression == "lz4":
             import lz4.frame  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-            return bytes(lz4.frame.decompress(data))
+            return bytes(lz4.frame.LZ4FrameDecompressor().decompress(data, max_length=chunk.content_size))
     except Unreadable:
         raise
     except ImportError:

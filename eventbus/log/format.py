@@ -54,6 +54,7 @@ __all__ = [
     "channels",
     "described",
     "intact",
+    "largest_content",
     "metadata_of",
     "metadata_record",
     "packed",
@@ -82,6 +83,10 @@ HEAVY_FIELDS: Final = (
     "rollout_top_p_token_offsets",
 )
 """The fields of a sample that its light form does not have."""
+
+FREE_CONTENT: Final = 64 << 20
+"""Bytes that any chunk may hold; see `largest_content`."""
+LARGEST_RATIO: Final = 32
 
 Payload: TypeAlias = Literal["full", "kept", "none"]
 Compression: TypeAlias = Literal["zstd"]
@@ -246,7 +251,17 @@ def metadata_of(name: str, content: Mapping[str, str], of: type[Any]) -> Any:
     """
     if not intact(name, content):
         raise ValueError("its CRC does not fit")
-    return msgspec.convert({key: msgspec.json.decode(item) for key, item in content.items() if key != "crc"}, of)
+    try:
+        return msgspec.convert({key: msgspec.json.decode(item) for key, item in content.items() if key != "crc"}, of)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def largest_content(size: int) -> int:
+    """How many bytes so many compressed ones may hold. The writer stores a chunk that would hold more as it is: so what
+    a reader needs stays in proportion to the file, whoever made it.
+    """
+    return max(FREE_CONTENT, LARGEST_RATIO * size)
 
 
 def intact(name: str, content: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ import os
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -237,17 +237,23 @@ class LogReader:
                 gaps.damaged(self._file.note(chunk.position, chunk.length, str(error)))
                 continue
             at = end = 0
-            for channel, sequence, time_ns, start, stop in messages(content):
-                if channel == columns:
-                    continue
-                at, end = start, stop
-                if sequence != gaps.expected:
-                    gaps.jumped(sequence, content[at:end], chunk.position)
-                gaps.expected = (sequence + 1) & _LOW
-                if (numbers is None or channel in numbers) and first <= time_ns <= last:
-                    yield channel, content[at:end], chunk.position
+            broken: Damage | None = None
+            try:
+                for channel, sequence, time_ns, start, stop in messages(content):
+                    if channel == columns:
+                        continue
+                    at, end = start, stop
+                    if sequence != gaps.expected:
+                        gaps.jumped(sequence, content[at:end], chunk.position)
+                    gaps.expected = (sequence + 1) & _LOW
+                    if (numbers is None or channel in numbers) and first <= time_ns <= last:
+                        yield channel, content[at:end], chunk.position
+            except Unreadable as error:
+                broken = self._file.note(chunk.position, chunk.length, str(error))
             if end:
                 gaps.read(content[at:end], chunk)
+            if broken is not None:
+                gaps.damaged(broken)
         gaps.end(None if part is None or last < part.last_ns else part.last_seq)
 
     def _undecodable(self, data: bytes, position: int, error: WireError) -> None:
@@ -307,16 +313,15 @@ class LogReader:
                 continue
             try:
                 content = self._file.content(chunk)
+                for channel, _, _, at, end in messages(content):
+                    if channel != self._columns_channel:
+                        try:
+                            head = decode(content[at:end], EventHead)
+                        except WireError:
+                            continue
+                        rounds.count(head, self._file.channels.get(channel, "/")[1:])
             except Unreadable as error:
                 self._file.note(chunk.position, chunk.length, str(error))
-                continue
-            for channel, _, _, at, end in messages(content):
-                if channel != self._columns_channel:
-                    try:
-                        head = decode(content[at:end], EventHead)
-                    except WireError:
-                        continue
-                    rounds.count(head, self._file.channels.get(channel, "/")[1:])
         return rounds.all
 
     # Columns
@@ -332,9 +337,19 @@ class LogReader:
 
     def _heavy_fields(self, seq: int, time_ns: int, i: int, j: int) -> dict[str, Any]:
         stored = self._stored((seq, time_ns, i, j))
-        fields = {name: _value(raw) for name, raw in stored.values.items()}
+        raws = dict(stored.values)
         for name, place in stored.same.items():
-            fields[name] = _value(self._stored(place).values[name])
+            if (raw := self._stored(place).values.get(name)) is None:
+                raise LogError(f"{self.path}: the columns of event {seq} are damaged: {name} is not where it should be")
+            raws[name] = raw
+        fields = {}
+        for name, raw in raws.items():
+            if (read := _heavy.get(name)) is None:  # of a newer writer
+                continue
+            try:
+                fields[name] = read(raw)
+            except Exception as error:
+                raise LogError(f"{self.path}: the columns of event {seq} are damaged: {name}: {error}") from error
         return fields
 
     def _stored(self, place: Place) -> _RawColumns:
@@ -356,7 +371,7 @@ class LogReader:
                 at, end = places[message]
                 try:
                     return _stored_columns.decode(content[at:end])[1][i][j]
-                except (msgspec.MsgspecError, IndexError) as error:
+                except (msgspec.MsgspecError, IndexError, RecursionError) as error:
                     damaged.append(self._file.note(chunk.position, 0, f"columns: event {seq}: {error}"))
         if damaged:
             raise LogError(f"{self.path}: the columns of event {seq} are damaged: {damaged[0]}")
@@ -427,7 +442,7 @@ class RecordedRollout:
             kind = kinds[number]
             try:
                 body = _group_bodies[kind].decode(data)[1]
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, WireError, RecursionError) as error:
                 reader._undecodable(data, position, WireError(str(error)))
                 continue
             index = body.group_index
@@ -549,7 +564,7 @@ class _Wanted:
     def has(self, data: bytes) -> bool:
         try:
             keys = _keys.decode(data)[1]
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return True  # whoever decodes it says what is wrong
         return (
             (self.rollout is None or keys.rollout_id == self.rollout)
@@ -626,7 +641,9 @@ _group_bodies: Final[dict[str, msgspec.msgpack.Decoder[Any]]] = {
 }
 _GROUP_KINDS: Final = tuple(_group_bodies)
 _stored_columns = msgspec.msgpack.Decoder(tuple[int, list[list[_RawColumns]]])
-_value = decoder(Any).decode
+_heavy: Final[dict[str, Callable[[Any], Any]]] = {
+    field.name: decoder(field.type).decode for field in msgspec.structs.fields(Sample) if field.name in HEAVY_FIELDS
+}
 _LIGHT_FIELDS: Final = tuple(name for name in Sample.__struct_fields__ if name not in HEAVY_FIELDS)
 
 

@@ -97,8 +97,9 @@ def recorded(sample: RecordedSample, marks: dict[str, ColumnMark], source: Sourc
     :param all: also those that the light form says nothing of.
     """
     sample.__dict__["_source"] = (source, i, j)
-    for name in HEAVY_FIELDS if all else marks:
-        delattr(sample, name)
+    for name in HEAVY_FIELDS:
+        if all or name in marks:
+            delattr(sample, name)
 
 
 _HEAVY: Final = frozenset(HEAVY_FIELDS)

@@ -71,9 +71,12 @@ def _copy(reader: LogReader, descriptor: int) -> RecoverReport:
             file.note(stored.position, stored.length, str(error))
             continue
         chunk = Chunk()
-        for channel, sequence, time_ns, start, end in messages(content):
-            chunk.add(channel, sequence, time_ns, content[start:end])
-            report.events += file.channels.get(channel) != COLUMNS
+        try:
+            for channel, sequence, time_ns, start, end in messages(content):
+                chunk.add(channel, sequence, time_ns, content[start:end])
+                report.events += file.channels.get(channel) != COLUMNS
+        except Unreadable as error:
+            file.note(stored.position, stored.length, str(error))
         if chunk.size:
             container.append(chunk, "zstd" if stored.compression == "zstd" else None)
     container.append_metadata("rounds", metadata_record("rounds", Rounds(rounds)))

@@ -2,18 +2,21 @@
 
 Such a file has the kept samples of one rollout, flat, as `torch.save({"rollout_id": ..., "samples": [dict, ...]})`;
 those of evaluations are called `eval_<id>.pt`. It is read with `weights_only=True` and an allow-list of plain arrays:
-nothing in it is run.
+nothing in it is run. And it is refused where it would unfold to much more than it is: compressed, with tensors that
+repeat their memory, or with lists that hold each other many times.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -54,6 +57,14 @@ class DebugRecord(msgspec.Struct):
     rollout_id: int
     evaluation: bool
     samples: list[Sample]
+
+
+VALUES_PER_BYTE: Final = 8
+"""Values that a file may unfold to, for each of its bytes: what samples share is in it once."""
+FREE_VALUES: Final = 1 << 20
+"""Those that any file may unfold to."""
+DEEPEST: Final = 100
+"""How deep lists and dicts may lie in each other."""
 
 
 def file_name(rollout_id: int, evaluation: bool) -> str:
@@ -135,6 +146,7 @@ def load_plain(path: str | Path) -> dict[str, Any]:
         import torch
     allow = getattr(torch.serialization, "safe_globals", None)
     try:
+        _check_archive(path)
         with nullcontext() if allow is None else allow(_allowed(torch.__version__)):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -151,7 +163,74 @@ def load_plain(path: str | Path) -> dict[str, Any]:
         raise LogError(f"{path}: not a file that torch.save wrote, or a damaged one: {reason}") from error
     if not isinstance(content, dict) or not isinstance(content.get("samples"), list):
         raise LogError(f"{path}: not a debug record of slime: it needs 'rollout_id' and a list of 'samples'")
+    try:
+        _check_size(content, max(FREE_VALUES, VALUES_PER_BYTE * os.path.getsize(path)))
+    except ValueError as error:
+        raise LogError(f"{path}: {error}") from error
     return content
+
+
+def _check_archive(path: str | Path) -> None:
+    """:raises ValueError: it is no archive as `torch.save` writes it, which compresses nothing."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{error}") from error
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("it is compressed")
+    if sum(record.file_size for record in records) > os.path.getsize(path):
+        raise ValueError("its records are larger than the file")
+
+
+def _check_size(content: Any, most: int) -> None:
+    """Go over all values as those who read them will: once for each place where they are.
+
+    :raises ValueError: there are more than `most`, or one is a tensor that says more than its memory.
+    """
+    values = 0
+    arrays: set[int] = set()
+    level: list[Any] = [content]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                values += len(value)
+                below += value.values()
+                # Who reads these makes numbers of them each time; of other arrays there is one, wherever they are.
+                values += sum(_places(value[name]) for name in _COLUMNS if name in value)
+            elif isinstance(value, list | tuple | set):
+                values += len(value)
+                if not _ATOMS.issuperset(map(type, value)):
+                    below += value
+            elif id(value) not in arrays and (places := _places(value)):
+                arrays.add(id(value))
+                values += places
+            if values > most:
+                raise ValueError(f"unfolds to more than {most} values, too many for its size")
+        if not below:
+            return
+        level = below
+    raise ValueError(f"is nested more than {DEEPEST} deep")
+
+
+def _places(value: Any) -> int:
+    """Numbers in an array or tensor, else 0.
+
+    :raises ValueError: it says more than its memory.
+    """
+    if hasattr(value, "untyped_storage"):
+        if not str(value.layout).endswith("strided"):
+            raise ValueError(f"holds a tensor of layout {value.layout}: only dense ones are read")
+        places: int = value.numel()
+        if places * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"holds a tensor of shape {tuple(value.shape)} that repeats its memory")
+        return places
+    return value.size if hasattr(value, "dtype") else 0
+
+
+_COLUMNS: Final = ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs")
+_ATOMS: Final = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def _allowed(torch_version: str) -> list[Any]:
