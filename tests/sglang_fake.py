@@ -462,7 +462,7 @@ class FakeWorker:
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     def _flush(self, body: dict[str, Any]) -> web.Response:
-        if self.paused == "in_place" and self.running:
+        if self.paused in (None, "in_place") and self.running:  # "retract" and "abort" have taken them off
             return web.Response(status=400, text="Flush cache failed.\n")
         return web.Response(
             text="Cache flushed.\nPlease check backend logs for more details. "

@@ -6,9 +6,10 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from ssl import Purpose, create_default_context
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,9 +17,11 @@ import pytest
 import pytest_asyncio
 import trustme
 
-from backends.sglang import RequestRefused, SGLangEngine, SGLangRouter, WorkersUnavailable, fleet
+from backends.sglang import RequestRefused, SGLangEngine, SGLangRouter, WorkersUnavailable, attempts, fleet, weights
+from backends.sglang.reply import ReplyError
 from backends.sglang.request import sibling_seed
-from backends.sglang.router import lost_by_router
+from backends.sglang.response import Response
+from backends.sglang.router import RouterError, lost_by_router
 from eventbus import (
     Batch,
     BatchSpec,
@@ -102,6 +105,23 @@ async def started(worker: FakeWorker, tokens: int = 0, requests: int = 1) -> Non
     await worker.until(
         lambda: len(worker.running) == requests and all(len(r.tokens) >= tokens for r in worker.running.values())
     )
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Timeout]:
+    """Of the attempts, in order. None runs out by itself: `run_out` is called when the worker is where it should be."""
+    made: list[asyncio.Timeout] = []
+
+    def timeout(seconds: float | None) -> asyncio.Timeout:
+        made.append(limit := asyncio.timeout(None))
+        return limit
+
+    monkeypatch.setattr(attempts, "asyncio", SimpleNamespace(timeout=timeout))
+    return made
+
+
+def run_out(limit: asyncio.Timeout) -> None:
+    limit.reschedule(asyncio.get_running_loop().time())
 
 
 def more_tokens(count: int) -> dict[str, Any]:
@@ -468,26 +488,35 @@ async def test_a_request_whose_reply_is_lost_is_aborted_before_it_is_sent_again(
 
 
 @BOTH
-async def test_a_slow_attempt_is_given_up_and_aborted(worker: FakeWorker, stream: bool) -> None:
+async def test_a_slow_attempt_is_given_up_and_aborted(
+    worker: FakeWorker, stream: bool, limits: list[asyncio.Timeout]
+) -> None:
     worker.allow(2)
-    async with engine_of(worker, timeout=0.05, stream=stream) as engine:
+    async with engine_of(worker, timeout=7.5, stream=stream) as engine:
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await started(worker, 2)
+            run_out(limits[0])
             await worker.until(lambda: worker.bodies("/abort_request"))
             worker.allow(None)
     check(answer.result())
-    assert "no answer within timeout=0.05 s" in answer.result().meta["failed_attempts"][0]
+    assert "no answer within timeout=7.5 s" in answer.result().meta["failed_attempts"][0]
     assert not worker.running
 
 
-async def test_a_second_reply_after_a_retry_is_not_read(two: tuple[FakeWorker, FakeWorker]) -> None:
+async def test_a_second_reply_after_a_retry_is_not_read(
+    two: tuple[FakeWorker, FakeWorker], limits: list[asyncio.Timeout]
+) -> None:
     """The worker that was given up answers all the same: one sample, and the other answer is waste."""
     late, prompt = two
     late.refused["/abort_request"] = (200, "")  # it is deaf
     late.allow(LENGTH - 1)
-    async with engine_of(late, prompt, timeout=0.05) as engine:
-        completion = await engine.generate(sample_of(), SAMPLING)
-        check(completion)
+    async with engine_of(late, prompt, timeout=7.5) as engine:
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(engine.generate(sample_of(), SAMPLING))
+            await started(late, LENGTH - 1)
+            run_out(limits[0])
+        check(completion := answer.result())
         late.allow(None)
         await late.until(lambda: late.finished)
         assert late.finished == {"length": 1}
@@ -1125,7 +1154,13 @@ async def test_a_worker_that_missed_an_update_loads_it_when_it_is_back(
         while down.weights != "/checkpoints/7":
             await generated(engine, 1)
         await generated(engine, 20, 200)
-    assert down.paths("/generate")[-3:] == ["/model_info", "/update_weights_from_disk", "/model_info"]
+    assert down.paths("/generate")[-5:] == [
+        "/model_info",
+        "/update_weights_from_disk",
+        "/model_info",
+        "/continue_generation",  # it was not reached when the others were told
+        "/model_info",
+    ]
     [loaded] = down.bodies("/update_weights_from_disk")
     assert loaded == {
         "weight_version": "7", "flush_cache": True, "model_path": "/checkpoints/7", "load_format": None
@@ -1617,3 +1652,261 @@ async def test_a_worker_killed_in_mid_rollout_costs_no_sample(
         assert sample.tokens[3:] == expected(sample.tokens[:3].tolist(), LENGTH)
     assert engine.wasted == 8
     assert sum("attempt" in message for message in caplog.messages) == 8
+
+
+# Where things go wrong at the edges
+
+
+@asynccontextmanager
+async def mute() -> AsyncIterator[str]:
+    """A worker that accepts connections and never answers."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+
+
+async def test_a_worker_that_never_shows_the_weights_it_loads_is_asked_ever_more_rarely(
+    two: tuple[FakeWorker, FakeWorker], caplog: pytest.LogCaptureFixture
+) -> None:
+    down, up = two
+    caplog.set_level("INFO")
+    await down.kill()
+    async with engine_of(down, up) as engine:
+        await engine.update_weights_from_disk("/checkpoints/7", "7")
+        await down.start()
+        down.refused["/update_weights_from_disk"] = (200, "{}")  # and nothing changes
+        await generated(engine, 1)
+        [worker] = [worker for worker in engine._fleet.workers if worker.url == down.url]
+        while len(down.bodies("/update_weights_from_disk")) < 3:
+            await asyncio.sleep(0)
+            engine._fleet.workers.look()
+        assert worker.failures >= 3
+        assert worker.away
+    assert f"worker {down.url} is not back: {down.url} has loaded '7', and says that it has 'default'" in caplog.text
+    assert not down.bodies()
+
+
+async def test_a_worker_that_does_not_go_on_after_a_pause_is_told_before_it_is_used(
+    two: tuple[FakeWorker, FakeWorker],
+) -> None:
+    stuck, _ = two
+    stuck.refused["/continue_generation"] = (500, "no")
+    async with engine_of(*two) as engine:
+        await engine.update_weights_from_disk("/checkpoints/7", "7")
+        assert stuck.paused == "retract"
+        await generated(engine, 4)
+        assert not stuck.bodies()
+        with pytest.raises(WorkersUnavailable, match="/continue_generation answered 500: no"):
+            await engine.resume()
+        await generated(engine, 4, 200)
+        del stuck.refused["/continue_generation"]
+        while not stuck.bodies():
+            await generated(engine, 1, 300)
+    assert stuck.paused is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_worker_that_hangs_does_not_hold_up_an_update(
+    worker: FakeWorker, fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights, "STEP_SECONDS", 0.05)
+    monkeypatch.setattr(weights, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(fleet, "CALL_SECONDS", 0.05)
+    async with mute() as silent, SGLangEngine(urls=[silent, worker.url], vocabulary=512, backoff=1000.0) as engine:
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            async with engine.updating_weights("7") as update:
+                await update.from_tensors(["aGk="])
+                if fails:
+                    raise ZeroDivisionError
+        assert (worker.paused, worker.updating) == (None, False)
+        assert not engine._fleet.held
+        await generated(engine, 2)
+    assert f"worker {silent} is left out: {silent}/pause_generation: no answer in 0.05 s" in caplog.text
+    told = f"after a weight update that failed: {silent}/continue_generation: no answer in 0.05 s"
+    assert (told in caplog.text) is fails
+
+
+async def test_abort_of_what_still_asks_for_the_vocabulary_ends_it(worker: FakeWorker) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+    async with engine_of(worker) as engine:
+
+        async def vocabulary() -> int:
+            asked.set()
+            await answer.wait()
+            return 512
+
+        engine._model.vocabulary = vocabulary  # type: ignore[method-assign]
+        sample = sample_of()
+        async with asyncio.TaskGroup() as tasks:
+            generation = tasks.create_task(engine.generate(sample, SAMPLING))
+            await asked.wait()
+            abort = tasks.create_task(engine.abort([sample]))
+            await asyncio.sleep(0)
+            answer.set()
+            await abort
+            assert engine.in_flight == 0
+        assert generation.result().status is SampleStatus.ABORTED
+    assert not worker.bodies()
+
+
+async def test_many_that_are_cancelled_at_once_are_all_aborted(worker: FakeWorker) -> None:
+    worker.allow(0)
+    most = 0
+
+    async with engine_of(worker) as engine:
+        post = engine._fleet.client.post
+        under_way = 0
+
+        async def counted(url: str, *rest: Any) -> bytes:
+            nonlocal most, under_way
+            aborts = url.endswith("/abort_request")
+            under_way += aborts
+            most = max(most, under_way)
+            try:
+                return await post(url, *rest)
+            finally:
+                under_way -= aborts
+
+        engine._fleet.client.post = counted  # type: ignore[method-assign, assignment]
+        calls = [asyncio.create_task(engine.generate(sample_of(rollout_id=n), SAMPLING)) for n in range(100)]
+        await started(worker, requests=100)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await worker.until(lambda: not worker.running)
+    assert worker.finished["abort"] == 100
+    assert most == attempts.ABORTS
+
+
+async def test_a_worker_that_answers_no_abort_holds_up_no_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(attempts, "ABORTS", 1)
+    monkeypatch.setattr(attempts, "ABORT_SECONDS", 0.2)
+    async with mute() as silent, SGLangEngine(silent, vocabulary=512) as engine:
+        calls = [asyncio.create_task(engine.generate(sample_of(rollout_id=n), SAMPLING)) for n in range(10)]
+        while engine.in_flight < 10 or any(not response.rid for response in engine._open.values()):
+            await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert caplog.text.count("no answer in 0.2 s") == 1
+
+
+async def test_a_stream_that_takes_tokens_back_is_no_stream() -> None:
+    response = Response(sample_of(), SAMPLING, {"stream": True}, None, "r")
+    for count in (5, 3):
+        event = json.dumps({"meta_info": {"completion_tokens": count, "weight_version": "1"}}).encode()
+        with pytest.raises(ReplyError, match=r"3 tokens came .* after one with 5") if count == 3 else nullcontext():
+            response.see(event)
+
+
+async def test_many_that_go_around_the_router_ask_it_once_for_its_workers(router: FakeRouter) -> None:
+    async with SGLangEngine(router=router.url, vocabulary=512, fields={"return_sampling_mask": True}) as engine:
+        assert engine._fleet.router is not None
+        workers, asked = engine._fleet.router.workers, 0
+
+        async def counted() -> list[str]:
+            nonlocal asked
+            asked += 1
+            return await workers()
+
+        engine._fleet.router.workers = counted  # type: ignore[method-assign, assignment]
+        sampling = SAMPLING | {"top_k": 5}
+        await asyncio.gather(*(engine.generate(sample_of(rollout_id=n), sampling) for n in range(20)))
+        assert asked == 1
+
+        async def fails() -> list[str]:
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0)
+            raise RouterError("gone")
+
+        engine._fleet.router.workers = fails  # type: ignore[method-assign, assignment]
+        errors = await asyncio.gather(*(engine._fleet.urls(age=0) for _ in range(20)), return_exceptions=True)
+    assert [str(error) for error in errors] == ["gone"] * 20
+    assert asked == 2
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": float("nan")}, {"top_p": float("inf")}, {"logit_bias": {"5": float("-inf")}}],
+)
+async def test_numbers_that_json_does_not_have_are_not_sent_as_null(
+    worker: FakeWorker, sampling: dict[str, Any]
+) -> None:
+    async with engine_of(worker) as engine:
+        with pytest.raises(ValueError, match=f"sample 3: sampling parameter {next(iter(sampling))} is .* finite"):
+            await engine.generate(sample_of(), SAMPLING | sampling)
+    assert not worker.bodies()
+
+
+@pytest.mark.parametrize("rest", [":80", "h:99999", "h:x", "h?x=1", "h#a", "user:secret@h"])
+async def test_wrong_addresses(rest: str) -> None:
+    for ask in (SGLangEngine, SGLangRouter):
+        with pytest.raises(ValueError, match="is no address of a server") as raised:
+            ask(f"http://{rest}")
+        assert "secret" not in str(raised.value)
+
+
+async def test_a_key_of_the_environment_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret\n")
+    with pytest.raises(ValueError, match=r"environment variable SOME_KEY .* no header can have") as caught:
+        await SGLangEngine("http://127.0.0.1:1", api_key="env:SOME_KEY").generate(sample_of(), SAMPLING)
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_reply_with_a_negative_token_is_asked_again(worker: FakeWorker) -> None:
+    def negative(reply: dict[str, Any]) -> dict[str, Any]:
+        reply["meta_info"]["output_token_logprobs"][0][1] = -5
+        return reply
+
+    worker.faults.append(Edit(negative))
+    async with engine_of(worker) as engine:
+        check(await engine.generate(sample_of(), SAMPLING))
+
+
+async def test_memory_is_not_released_while_requests_run_unpaused(
+    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "IDLE_SECONDS", 0.0)
+    worker.allow(0)
+    async with engine_of(worker) as engine, asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.generate(sample_of(), SAMPLING))
+        await started(worker)
+        with pytest.raises(RequestRefused, match="requests are under way: end them"):
+            await engine.release_memory()
+        worker.allow(None)
+    assert not worker.released
+
+
+@BOTH
+async def test_abort_at_a_worker_that_hangs_ends_it(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "ABORT_SECONDS", 0.05)
+    async with mute() as silent, SGLangEngine(silent, vocabulary=512, stream=stream) as engine:
+        sample = sample_of()
+        async with asyncio.TaskGroup() as tasks:
+            generation = tasks.create_task(engine.generate(sample, SAMPLING))
+            while not any(response.rid for response in engine._open.values()):
+                await asyncio.sleep(0)
+            await engine.abort([sample])
+        assert generation.result().status is SampleStatus.ABORTED
+        assert "no answer, and none to its aborts" in generation.result().meta["failed_attempts"][0]
+
+
+async def test_cut_off_at_any_await_resume_leaves_nobody_paused(two: tuple[FakeWorker, FakeWorker]) -> None:
+    async with engine_of(*two) as engine:
+        steps, done = 0, False
+        while not done:
+            await engine.pause()
+            done = await step_by_step(engine.resume, steps)
+            steps += 1
+            if steps > 1:  # else it has not begun
+                assert [worker.paused for worker in two] == [None, None], steps
+                assert not engine._fleet.held

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, suppress
 from typing import Final
 
 import anyio
 from anyio import current_time
 
 from backends.sglang.client import AttemptFailed, RequestRefused, WorkersUnavailable
-from backends.sglang.fleet import Fleet
+from backends.sglang.fleet import Fleet, NoAnswer, together
 from backends.sglang.reply import UNKNOWN, ReplyError
 from backends.sglang.response import Response
 from backends.sglang.router import RouterError
@@ -38,6 +39,10 @@ logger = logging.getLogger("rolloutbus.sglang")
 
 ABORT_SECONDS: Final = 2.0
 """For a worker to acknowledge an abort."""
+UNHEARD: Final = 3
+"""Aborts that it does not acknowledge in a row, until its answer is not waited for any more."""
+ABORTS: Final = 32
+"""At a time: thousands at once, as when a pipeline is cancelled, would not be through in that time."""
 
 
 class Attempts:
@@ -55,6 +60,9 @@ class Attempts:
         self.failed = 0
         """So many, of all responses."""
         self._fleet = fleet
+        self._aborting = anyio.Semaphore(ABORTS, fast_acquire=True)
+        self._silent: dict[str, float] = {}
+        """When an abort was last not answered, by the address of the worker."""
 
     async def complete(self, response: Response) -> None:
         """Until it is done.
@@ -69,7 +77,7 @@ class Attempts:
             if rest > 0:
                 before = workers.failures
                 await response.rest(rest, workers)
-                failures += workers.failures - before
+                failures += workers.failures > before  # however many were looked at meanwhile
                 if failures >= self.limit and workers.error is not None and not response.done:
                     raise self._unavailable(response, failures, workers.error) from workers.error
                 continue
@@ -110,7 +118,7 @@ class Attempts:
                 async with anyio.create_task_group() as tasks:
                     for response in open_:
                         if response.worker is not None:
-                            tasks.start_soon(self._abort_or_note, response.worker, response.rid, refused)
+                            tasks.start_soon(self._abort_or_note, response.worker, response, refused)
                 if refused:
                     raise refused[0]
                 with anyio.move_on_after(ABORT_SECONDS):
@@ -174,7 +182,7 @@ class Attempts:
         worker.in_flight += 1
         answered = False
         try:
-            async with _NO_TIMEOUT if self.timeout is None else asyncio.timeout(self.timeout):
+            async with asyncio.timeout(self.timeout) as response.limit:
                 if self.stream:
                     async with aclosing(client.events(url, body, response.headers)) as events:
                         async for event in events:
@@ -195,9 +203,12 @@ class Attempts:
                 answered = error.answered and worker not in self._fleet.routed
                 raise
             slow = f"no answer within timeout={self.timeout} s"
+            if response.unheard >= UNHEARD:
+                slow = "no answer, and none to its aborts"
             raise AttemptFailed(f"{url}: {slow if isinstance(error, TimeoutError) else error}") from error
         finally:
             worker.in_flight -= 1
+            response.limit = None
             if not answered:
                 with anyio.CancelScope(shield=True):
                     try:
@@ -206,27 +217,40 @@ class Attempts:
                         logger.warning("sample %s: it may still be generated: %s", response.index, error)
             response.worker = None
 
-    async def _abort_or_note(self, worker: Worker, rid: str, refused: list[RequestRefused]) -> None:
+    async def _abort_or_note(self, worker: Worker, response: Response, refused: list[RequestRefused]) -> None:
         try:
-            await self._abort_at(worker, rid)
+            response.unheard = 0 if await self._abort_at(worker, response.rid) else response.unheard + 1
+            if response.unheard >= UNHEARD:
+                response.give_up()
         except RequestRefused as error:
             refused.append(error)
 
-    async def _abort_at(self, worker: Worker, rid: str) -> None:
-        """Have the worker that has this request, or every worker behind the router, give it up.
+    async def _abort_at(self, worker: Worker, rid: str) -> bool:
+        """Have the worker that has this request, or every worker behind the router, give it up; whether one heard it.
 
         :raises RequestRefused: a worker knows no abort.
         """
-        try:
-            with anyio.fail_after(ABORT_SECONDS):
-                urls = [worker.url] if self._fleet.router is None else await self._fleet.urls()
-                await self._fleet.everywhere("/abort_request", {"rid": rid}, urls)
-        except (WorkersUnavailable, RouterError, TimeoutError) as error:  # it may be dead: then nothing runs there
-            logger.info("abort of %s at %s: %s", rid, worker.url, error)
+        urls = [worker.url]
+        if self._fleet.router is not None:
+            try:
+                with anyio.fail_after(ABORT_SECONDS):
+                    urls = await self._fleet.urls()
+            except (RouterError, TimeoutError) as failure:
+                urls = [known.url for known in self._fleet.workers]
+                logger.info("abort of %s, at the %d workers that are known: %r", rid, len(urls), failure)
+        async with self._aborting:
+            # One that does not answer would hold up everybody who waits for a turn here.
+            urls = [url for url in urls if current_time() - self._silent.get(url, -math.inf) >= ABORT_SECONDS]
+            replies, errors = await self._fleet.ask_all("/abort_request", {"rid": rid}, urls, ABORT_SECONDS)
+        for url, error in errors.items():
+            if isinstance(error, NoAnswer):
+                self._silent[url] = current_time()
+            if not isinstance(error, RequestRefused):  # it may be dead: then nothing runs there
+                logger.info("abort of %s: %s", rid, error)
+        if any(isinstance(error, RequestRefused) for error in errors.values()):
+            raise together(errors)
+        return bool(replies)
 
 
 class _AbortedUnasked(AttemptFailed):
     """Nothing is wrong with the worker."""
-
-
-_NO_TIMEOUT: Final = nullcontext()

@@ -7,10 +7,12 @@ AttemptFailed       everything else: no connection, a broken one, 5xx, 408, 429,
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncGenerator, Mapping
 from ssl import SSLContext, create_default_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +28,7 @@ __all__ = [
     "Client",
     "RequestRefused",
     "WorkersUnavailable",
+    "address",
     "answer_error",
 ]
 
@@ -69,18 +72,19 @@ class Access:
     """
 
     def __init__(self, api_key: str | None = None, ssl: SSLContext | str | None = None) -> None:
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
-            raise ValueError("api_key is empty, or has characters that no header can have")
+        if api_key is not None:
+            _check_key(api_key, "api_key")
         self._api_key = api_key
         self._ssl = ssl
 
     def key(self) -> str | None:
-        """:raises ValueError: the environment does not have it."""
+        """:raises ValueError: the environment does not have it, or has one that cannot be sent."""
         if self._api_key is None or not self._api_key.startswith("env:"):
             return self._api_key
         name = self._api_key.removeprefix("env:")
         if not (key := os.environ.get(name)):
             raise ValueError(f"api_key: the environment variable {name} is not set")
+        _check_key(key, f"api_key: the environment variable {name}")
         return key
 
     def headers(self) -> dict[str, str]:
@@ -190,6 +194,11 @@ def _broken(url: str, error: Exception) -> Exception:
     return AttemptFailed(f"{url}: {type(error).__name__}: {error}")
 
 
+def _check_key(key: str, what: str) -> None:
+    if not (key.isascii() and key.isprintable() and key.strip()):
+        raise ValueError(f"{what} is empty, or has characters that no header can have")
+
+
 def words(data: bytes) -> str:
     """What an error body says, of the forms that SGLang and its router use."""
     try:
@@ -199,6 +208,22 @@ def words(data: bytes) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:500]
+
+
+def address(url: str) -> str:
+    """The address of a server, without a slash at its end: to a router, with and without one are two workers.
+
+    :raises ValueError: it is not `http://host:port` or `https://...`; a password in it is not shown.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in url
+    except ValueError:  # of a port that is none
+        good = False
+    if not good or parts.query or parts.fragment or parts.username is not None:
+        shown = re.sub(r"//.*@", "//...@", url)
+        raise ValueError(f"{shown!r} is no address of a server, such as http://127.0.0.1:30000")
+    return url.rstrip("/")
 
 
 def answer_error(url: str, status: int, data: bytes) -> Exception:

@@ -19,8 +19,8 @@ import anyio
 from anyio import current_time
 
 from backends.sglang.attempts import Attempts
-from backends.sglang.client import Access, Client
-from backends.sglang.fleet import Fleet
+from backends.sglang.client import Access, Client, address
+from backends.sglang.fleet import STEP_SECONDS, Fleet
 from backends.sglang.inprocess import ADDRESS, InProcess
 from backends.sglang.model import Model
 from backends.sglang.request import check_fields, check_ids, check_sampling, sibling_seed
@@ -102,6 +102,8 @@ class SGLangEngine:
             raise ValueError(f"SGLangEngine: timeout is {timeout}, it must be more than 0 seconds, or None")
         if not backoff > 0:
             raise ValueError(f"SGLangEngine: backoff is {backoff}, it must be more than 0 seconds")
+        if vocabulary is not None and vocabulary < 1:
+            raise ValueError(f"SGLangEngine: vocabulary is {vocabulary}, it must be at least 1, or None")
         check_fields(fields)
         self.on_weights_updated: list[Callable[..., None]] = []
         """Called after each update with the keywords `version`, `pause`, `workers`, `missed_by`, `seconds`, as in
@@ -110,7 +112,7 @@ class SGLangEngine:
         if in_process is not None:
             client, addresses = InProcess(in_process), [ADDRESS]
         else:
-            client, addresses = Client(Access(api_key, ssl)), [_address(url) for url in urls]
+            client, addresses = Client(Access(api_key, ssl)), [address(url) for url in urls]
         if isinstance(router, str):
             router = SGLangRouter(router, api_key=api_key, ssl=ssl)
         self._fleet = Fleet(client, addresses, router, backoff)
@@ -171,37 +173,41 @@ class SGLangEngine:
         :raises RequestRefused: the server refused the request; a `ValueError` too.
         :raises WorkersUnavailable: `attempts` failed in a row; a `ConnectionError`.
         """
-        async with self:
-            try:
-                checked = await self._checked_sampling(sample, sampling)
-                response = Response(sample, checked, self._body, self._experts, f"{self._name}-{next(self._count)}")
-            except (ValueError, TypeError) as error:
-                raise type(error)(f"sample {sample.index}: {error}") from error
-            key = _key(sample)
-            if key in self._open:
-                raise ValueError(f"sample {sample.index}: the execution {sample.rollout_id} is being generated already")
-            self._open[key] = response
-            try:
+        try:
+            checked = self._checked_sampling(sample, sampling)
+            response = Response(sample, checked, self._body, self._experts, f"{self._name}-{next(self._count)}")
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"sample {sample.index}: {error}") from error
+        key = _key(sample)
+        if key in self._open:
+            raise ValueError(f"sample {sample.index}: the execution {sample.rollout_id} is being generated already")
+        self._open[key] = response  # from here on it can be aborted
+        try:
+            async with self:
+                vocabulary = await self._model.vocabulary()
+                try:
+                    check_ids(sample.tokens, vocabulary)
+                except ValueError as error:
+                    raise ValueError(f"sample {sample.index}: {error}") from error
                 await self._attempts.complete(response)
-            finally:
-                del self._open[key]
-                response.end()
+        finally:
+            del self._open[key]
+            response.end()
         return response.completion(sample)
 
-    async def _checked_sampling(self, sample: Sample, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _checked_sampling(self, sample: Sample, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
         if sampling != self._checked:
             check_sampling(sampling)
             self._checked = dict(sampling)
-        vocabulary = await self._model.vocabulary()
         if not sample.tokens:
             raise ValueError("it has no tokens: put the stage Tokenize(name) in front of Generate")
-        check_ids(sample.tokens, vocabulary)
         if (seed := sampling.get("sampling_seed")) is None:
             return sampling
         return {**sampling, "sampling_seed": sibling_seed(seed, sample)}
 
     async def abort(self, samples: Sequence[Sample]) -> None:
-        """Their `generate` returns what there is, with status ABORTED. When this returns, they are gone.
+        """Their `generate` returns what there is, with status ABORTED. When this returns, they are gone; a worker that
+        acknowledges no abort is not waited for longer than some seconds.
 
         :raises RequestRefused: a worker knows no abort, as a router does: give it as `router=`.
         """
@@ -227,14 +233,24 @@ class SGLangEngine:
         :raises WorkersUnavailable: a worker failed, or all are down; the others pause.
         """
         self._fleet.held = True
-        await self._fleet.everywhere("/pause_generation", {"mode": mode})
+        await self._fleet.everywhere("/pause_generation", {"mode": mode}, seconds=STEP_SECONDS)
 
     async def resume(self) -> None:
-        """:raises WorkersUnavailable: a worker failed, or all are down; the others go on."""
+        """One that fails to go on gets no requests until it does.
+
+        :raises WorkersUnavailable: a worker failed, or all are down; the others go on.
+        """
+        urls: list[str] = []
         try:
-            await self._fleet.everywhere("/continue_generation", {})
-        finally:
-            self._fleet.held = False
+            async with self._fleet:
+                urls = await self._fleet.present()
+                replies, errors = await self._fleet.go_on(urls)
+        except BaseException:  # cut off: nobody else would tell them
+            with anyio.CancelScope(shield=True):
+                await self._fleet.go_on(urls or [worker.url for worker in self._fleet.workers])
+            raise
+        self._fleet.leave_out(errors)
+        self._fleet.settle(replies, errors)
 
     @asynccontextmanager
     async def updating_weights(self, version: str, pause: PauseMode = "retract") -> AsyncIterator[WeightUpdate]:
@@ -329,13 +345,6 @@ class SGLangEngine:
     async def workers(self) -> list[str]:
         """Addresses of the workers that are up, in the order in which `init_weights_update_group` numbers them."""
         return await self._fleet.present()
-
-
-def _address(url: str) -> str:
-    scheme, _, host = url.partition("://")
-    if scheme not in ("http", "https") or not host or " " in url:
-        raise ValueError(f"SGLangEngine: {url!r} is no address like 'http://127.0.0.1:30000'")
-    return url.rstrip("/")
 
 
 def _key(sample: Sample) -> object:

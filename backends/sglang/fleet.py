@@ -30,7 +30,7 @@ from backends.sglang.response import Response
 from backends.sglang.router import RouterError, SGLangRouter, lost_by_router
 from backends.sglang.workers import Worker, Workers
 
-__all__ = ["Fleet", "together"]
+__all__ = ["CALL_SECONDS", "STEP_SECONDS", "Fleet", "NoAnswer", "together"]
 
 logger = logging.getLogger("rolloutbus.sglang")
 
@@ -41,6 +41,10 @@ LOOK_SECONDS: Final = 5.0
 """For a worker that was away to say whether it is up."""
 REMOVE_SECONDS: Final = 10.0
 """For a router to let go of a worker."""
+STEP_SECONDS: Final = 60.0
+"""For a worker to take a step of an update that brings no weights; a pause that aborts takes a second or more."""
+CALL_SECONDS: Final = 10.0
+"""For a worker to take a call that clears up after an update that failed, or lets it go on."""
 IDLE_SECONDS: Final = 10.0
 """For workers to become idle before they give memory back."""
 
@@ -69,7 +73,12 @@ class Fleet:
         """What was asked of the workers for the current weights, where they are a checkpoint."""
         self._apart: set[str] = set()
         """Addresses of those that were taken out of the router until they have the current weights."""
+        self._paused: set[str] = set()
+        """Addresses of those that did not take it when they were told to go on."""
         self._listed_at = float("-inf")
+        self._unlisted: tuple[float, RouterError] | None = None
+        """When it was last asked in vain, and why."""
+        self._listing = anyio.Lock(fast_acquire=True)
         self._around: frozenset[str] = frozenset()
         """What the log has said that the router drops."""
         self._backoff = backoff
@@ -151,12 +160,22 @@ class Fleet:
         :param age: seconds that what the router said of its workers may be old.
         :raises RouterError: the router was not reached, or has no workers.
         """
-        if self.router is not None and current_time() - self._listed_at >= age:
-            urls = [*await self.router.workers(), *self._apart]
-            if not urls:
-                raise RouterError(f"the router {self.router.url} has no workers")
-            self.workers.set(urls, away=self.weight_version is not None)
-            self._listed_at = current_time()
+        if self.router is not None:
+            asked = current_time()
+            async with self._listing:  # those that wait here take what the first of them hears
+                if self._listed_at <= asked - age:
+                    if self._unlisted is not None and self._unlisted[0] >= asked:
+                        raise RouterError(str(self._unlisted[1])) from self._unlisted[1]
+                    began = current_time()
+                    try:
+                        urls = [*await self.router.workers(), *self._apart]
+                        if not urls:
+                            raise RouterError(f"the router {self.router.url} has no workers")
+                    except RouterError as error:
+                        self._unlisted = current_time(), error
+                        raise
+                    self.workers.set(urls, away=self.weight_version is not None)
+                    self._listed_at = began
         return [worker.url for worker in self.workers]
 
     async def suspect(self, worker: Worker) -> None:
@@ -195,17 +214,23 @@ class Fleet:
             return [worker.url for worker in self.workers if not worker.away or worker.url in there]
 
     async def ask_all(
-        self, path: str, body: Mapping[str, Any], urls: Iterable[str]
+        self, path: str, body: Mapping[str, Any], urls: Iterable[str], seconds: float | None = None
     ) -> tuple[dict[str, bytes], dict[str, RequestRefused | AttemptFailed]]:
-        """What these workers answer, and what went wrong at the others. All are through when this returns."""
+        """What these workers answer, and what went wrong at the others. All are through when this returns.
+
+        :param seconds: for each to answer; None: as long as it takes.
+        """
         replies: dict[str, bytes] = {}
         errors: dict[str, RequestRefused | AttemptFailed] = {}
 
         async def ask(url: str, data: bytes) -> None:
             try:
-                replies[url] = await self.client.post(f"{url}{path}", data)
+                with anyio.fail_after(seconds):
+                    replies[url] = await self.client.post(f"{url}{path}", data)
             except (RequestRefused, AttemptFailed) as error:
                 errors[url] = error
+            except TimeoutError:
+                errors[url] = NoAnswer(f"{url}{path}: no answer in {seconds:g} s")
 
         data = msgspec.json.encode(body)
         async with self, anyio.create_task_group() as tasks:
@@ -213,20 +238,27 @@ class Fleet:
                 tasks.start_soon(ask, url, data)
         return replies, errors
 
-    async def everywhere(self, path: str, body: Mapping[str, Any], urls: Sequence[str] | None = None) -> None:
+    async def everywhere(
+        self, path: str, body: Mapping[str, Any], urls: Sequence[str] | None = None, seconds: float | None = None
+    ) -> None:
         """Ask all workers at once. One that is down is left out: nothing runs there, and it is looked at when it is
         back. All others have answered or failed when this returns or raises.
 
+        :param seconds: as in `ask_all`.
         :raises RequestRefused: a worker refused.
         :raises WorkersUnavailable: a worker failed, or all are down.
         """
         async with self:
             urls = await self.present() if urls is None else urls
-            replies, errors = await self.ask_all(path, body, urls)
+            replies, errors = await self.ask_all(path, body, urls, seconds)
+        self.settle(replies, errors)
+
+    def settle(self, replies: Mapping[str, bytes], errors: Mapping[str, RequestRefused | AttemptFailed]) -> None:
+        """As `everywhere`, of what `ask_all` has brought."""
         down = {url: e for url, e in errors.items() if isinstance(e, AttemptFailed) and e.answered and e.status is None}
         if replies and down.keys() == errors.keys():
             self.leave_out(down)
-        elif errors or not urls:
+        elif errors or not replies:
             raise together(errors)
 
     async def idle(self) -> list[str]:
@@ -259,6 +291,15 @@ class Fleet:
             if worker.url in errors and not worker.away:
                 logger.warning("worker %s is left out: %s", worker.url, errors[worker.url])
                 self.workers.failed(worker, errors[worker.url])
+
+    async def go_on(self, urls: Sequence[str]) -> tuple[dict[str, bytes], dict[str, RequestRefused | AttemptFailed]]:
+        """These generate again; as `ask_all`. One that does not take it is told once more before it is in use again."""
+        try:
+            replies, errors = await self.ask_all("/continue_generation", {}, urls, CALL_SECONDS)
+        finally:
+            self.held = False
+        self._paused = self._paused.difference(replies).union(errors)
+        return replies, errors
 
     # Which weights they have
 
@@ -295,6 +336,7 @@ class Fleet:
         task.add_done_callback(self._looks.discard)
 
     async def _look_at(self, worker: Worker) -> None:
+        loaded: str | None = None
         try:
             while True:  # whatever is done about it takes time, in which the weights may change
                 version = await self._version_at(worker.url)
@@ -302,7 +344,14 @@ class Fleet:
                     worker.due = current_time() + self._backoff
                     return
                 if version is not None and self.weight_version not in (None, version):
+                    if loaded == self.weight_version:
+                        raise AttemptFailed(f"{worker.url} has loaded {loaded!r}, and says that it has {version!r}")
+                    loaded = self.weight_version
                     await self._bring_up(worker, version)
+                elif worker.url in self._paused:
+                    with anyio.fail_after(LOOK_SECONDS):
+                        await self.client.post(f"{worker.url}/continue_generation", b"{}")
+                    self._paused.discard(worker.url)
                 elif self.router is not None and worker.url in self._apart:
                     await self.router.add(worker.url)
                     self._apart.discard(worker.url)
@@ -361,6 +410,10 @@ class Fleet:
                 except (RouterError, ValueError, TimeoutError) as error:
                     logger.error("worker %s has other weights, and the router still sends to it: %s", url, error)
         self.workers.set([*(worker.url for worker in self.workers), *self._apart], away=True)
+
+
+class NoAnswer(AttemptFailed):
+    """In the time that there was for it."""
 
 
 class _ModelInfo(msgspec.Struct):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import binascii
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -127,7 +127,7 @@ class _Entry(msgspec.Struct, array_like=True, gc=False):
     """[log-prob, token id, text or null]; what is not named here is skipped."""
 
     log_prob: float
-    token: int
+    token: Annotated[int, msgspec.Meta(ge=0)]  # a negative one ends a worker that is to go on from it
 
 
 class _Span(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from hashlib import blake2b
@@ -83,6 +84,10 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
         parameters = msgspec.convert(dict(sampling), SamplingParams)
     except msgspec.ValidationError as error:
         raise ValueError(f"sampling: {error}") from None
+    for name, value in sampling.items():
+        numbers = value.values() if name == "logit_bias" and value else (value,)
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):  # JSON has no such number
+            raise ValueError(f"sampling parameter {name} is {value}: it must be finite")
     if parameters.n not in (None, 1):
         raise ValueError(f"sampling parameter n is {parameters.n}: a sample has one response; use group_size")
 

@@ -43,8 +43,8 @@ class Response:
 
     __slots__ = (
         "_gone", "_seen", "_seen_versions", "_woken", "attempt", "avoid", "body", "counts", "ended", "experts",
-        "experts_shape", "failed", "id", "index", "kept", "log_probs", "meta", "prompt", "rid", "sampling",
-        "session", "spans", "status", "stopped", "text", "tokens", "worker",
+        "experts_shape", "failed", "id", "index", "kept", "limit", "log_probs", "meta", "prompt", "rid", "sampling",
+        "session", "spans", "status", "stopped", "text", "tokens", "unheard", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +80,10 @@ class Response:
         self.rid = ""
         self.worker: Worker | None = None
         """That is working on it."""
+        self.limit: asyncio.Timeout | None = None
+        """Of the attempt that is open."""
+        self.unheard = 0
+        """Aborts that nobody acknowledged, in a row."""
         self._seen: bytes | None = None
         self._seen_versions: tuple[WeightSpan, ...] = ()
         # What has come
@@ -107,6 +111,11 @@ class Response:
             self.status = SampleStatus.ABORTED
         if self._woken is not None:
             self._woken.set()
+
+    def give_up(self) -> None:
+        """An attempt that is open ends now, as if it had taken too long."""
+        if self.limit is not None:
+            self.limit.reschedule(0.0)
 
     async def rest(self, seconds: float, workers: Workers | None = None) -> None:
         """Until then, or until `stop`, or until there is news of `workers`."""
@@ -160,7 +169,7 @@ class Response:
         }
         try:
             return msgspec.json.encode(body)
-        except (TypeError, UnicodeEncodeError) as error:
+        except (TypeError, UnicodeEncodeError, OverflowError) as error:
             raise TypeError(f"sample {self.index}: the request has no JSON form: {error}") from error
 
     @property
@@ -174,6 +183,8 @@ class Response:
         """An event of the stream: it holds all that came before it, so only the last is decoded."""
         count, version = progress(event)
         before = self._seen_versions[-1].end if self._seen_versions else 0
+        if count < before:
+            raise ReplyError(f"{count} tokens came in an event of the stream, after one with {before}")
         if count > before:
             self._seen_versions += (WeightSpan(version, before, count),)
         self._seen = event

@@ -32,12 +32,11 @@ from ipaddress import ip_address
 from ssl import SSLContext
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar, get_args
-from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 
-from backends.sglang.client import Access
+from backends.sglang.client import Access, address
 from eventbus.imports import optional_dependency
 
 if TYPE_CHECKING:
@@ -197,13 +196,13 @@ class SGLangRouter:
             ip_address(host)
         except ValueError:
             raise ValueError(f"SGLangRouter: host is {host!r}, it must be an IP address of this machine") from None
-        self._workers = [] if workers is None else [_address(worker) for worker in workers]
+        self._workers = [] if workers is None else [address(worker) for worker in workers]
         if twice := sorted({worker for worker in self._workers if self._workers.count(worker) > 1}):
             raise ValueError(f"SGLangRouter: the worker {twice[0]} is named twice")
         self._host = host
         self._attached = url is not None
         self._port = port or (_bind(host, 0) if url is None else 0)
-        self.url = _url_of(host, self._port) if url is None else _address(url)
+        self.url = _url_of(host, self._port) if url is None else address(url)
         """Where it is asked; a router that is started answers there once it is open."""
         self._python = python
         self._start_timeout = start_timeout
@@ -283,7 +282,7 @@ class SGLangRouter:
         :raises RouterError: the worker did not become healthy in time, or the router refused it, has ended or is not
             reached.
         """
-        url = _address(url)
+        url = address(url)
         job = None
         if all(worker.address != url for worker in await self._list()):
             job = _decode(_Accepted, await self._ask("POST", "/workers", self._worker(url), expected=202)).worker_id
@@ -309,7 +308,7 @@ class SGLangRouter:
         :raises ValueError: `url` is not registered.
         :raises RouterError: the router refused, has ended or is not reached.
         """
-        url = _address(url)
+        url = address(url)
         workers = await self._list()
         for worker in (found := [worker for worker in workers if worker.address == url]):
             await self._ask("DELETE", f"/workers/{worker.id}", expected=202, or_gone=True)
@@ -623,14 +622,6 @@ def _changed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> set[
     """Keyword parameters whose argument is not the default."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and arguments[p.name] != p.default}
-
-
-def _address(url: str) -> str:
-    """:raises ValueError: it is not `http://host:port` or `https://...`"""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} is no address of a server, such as http://127.0.0.1:30000")
-    return url.rstrip("/")  # to the router, with and without are two workers
 
 
 def _url_of(host: str, port: int) -> str:

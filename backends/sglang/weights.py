@@ -19,7 +19,7 @@ import anyio
 from anyio import current_time
 
 from backends.sglang.client import AttemptFailed, RequestRefused
-from backends.sglang.fleet import Fleet, together
+from backends.sglang.fleet import CALL_SECONDS, STEP_SECONDS, Fleet, together
 
 __all__ = ["PauseMode", "WeightUpdate", "set_version", "updating"]
 
@@ -132,7 +132,8 @@ class WeightUpdate:
         self.workers = await self._fleet.present()
         self.began = current_time()
         self._paused = self.workers  # before they are asked: cut off meanwhile, they may have heard it
-        replies, errors = await self._fleet.ask_all("/pause_generation", {"mode": self.pause}, self.workers)
+        body = {"mode": self.pause}
+        replies, errors = await self._fleet.ask_all("/pause_generation", body, self.workers, STEP_SECONDS)
         self._paused = _may_have(self.workers, errors)
         self._took(replies, errors)
 
@@ -140,37 +141,36 @@ class WeightUpdate:
         """Without it the server refuses what comes in pieces."""
         if not self._begun:
             self._begun = self.workers  # before they are asked, as above
-            replies, errors = await self._fleet.ask_all("/begin_weight_update", {}, self.workers)
+            replies, errors = await self._fleet.ask_all("/begin_weight_update", {}, self.workers, STEP_SECONDS)
             self._begun = _may_have(self.workers, errors)
             self._took(replies, errors)
 
     async def _finish(self) -> None:
         if self._begun:
-            replies, errors = await self._fleet.ask_all("/end_weight_update", {}, self._begun)
+            replies, errors = await self._fleet.ask_all("/end_weight_update", {}, self._begun, STEP_SECONDS)
             self._took(replies, errors)
             self._begun = []
         if not self._calls:  # else the workers were told with the weights
             body = {"new_version": self.version, "abort_all_requests": False}
-            self._took(*await self._fleet.ask_all("/update_weight_version", body, self.workers))
+            self._took(*await self._fleet.ask_all("/update_weight_version", body, self.workers, STEP_SECONDS))
         self.missed_by = await self._fleet.have(self.version, self.workers, self._checkpoint)
 
     async def _go_on(self) -> None:
         """:raises WorkersUnavailable: none of those that paused goes on."""
-        replies, errors = await self._fleet.ask_all("/continue_generation", {}, self._paused)
+        replies, errors = await self._fleet.go_on(self._paused)
+        self._fleet.leave_out(errors)
         if errors and not replies:
             raise together(errors)
-        self._fleet.held = False
-        self._fleet.leave_out(errors)
 
     async def _give_up(self) -> None:
         """It has failed, which is what the caller hears of; what fails here is for the log."""
         try:
-            for path, urls in (("/end_weight_update", self._begun), ("/continue_generation", self._paused)):
-                _, errors = await self._fleet.ask_all(path, {}, urls)
-                for error in errors.values():
-                    logger.warning("after a weight update that failed: %s", error)
+            _, not_ended = await self._fleet.ask_all("/end_weight_update", {}, self._begun, CALL_SECONDS)
         finally:
-            self._fleet.held = False
+            _, errors = await self._fleet.go_on(self._paused)
+        for error in (*not_ended.values(), *errors.values()):
+            logger.warning("after a weight update that failed: %s", error)
+        self._fleet.leave_out(errors)
 
 
 def _may_have(urls: Sequence[str], errors: Mapping[str, RequestRefused | AttemptFailed]) -> list[str]:
