@@ -101,6 +101,11 @@ class Server:
                 time.sleep(0.2)  # it tells nobody when it is ready
         raise RuntimeError(f"the server is not ready after {START_SECONDS} s:\n{self._last_lines()}")
 
+    @property
+    def decoded(self) -> int:
+        """Goes up with every 40 steps of decoding, at once: what it answers to /v1/loads may come late."""
+        return self._log.read_text().count("Decode batch")
+
     def kill(self) -> None:
         """By SIGKILL, with all its processes."""
         self._signal(signal.SIGKILL)
