@@ -18,7 +18,7 @@ demo-megatron: .venv/installed-megatron
 
 # Two real servers on the CPU and the real router in front of them.
 demo-sglang: .venv/installed-sglang .venv-sglang/installed
-	$(SGLANG) $(BIN)/python -m tests.sglang_real 2 $(BIN)/python examples/sglang/rollouts.py
+	$(SGLANG) $(BIN)/python -m tests.sglang_servers 2 $(BIN)/python examples/sglang/rollouts.py
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not slow"

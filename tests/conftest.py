@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from eventbus.testing import virtual_time
-from tests import sglang_real
+from tests import sglang_servers
 
 # `anyio_backend` is made anew for each test, not for each example: the examples of a test share its backend, which is
 # meant. A busy machine makes no test wrong.
@@ -31,16 +31,37 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return name, virtual_time(name)["backend_options"]
 
 
+@pytest.fixture(params=["slime", "without slime"])
+def with_and_without_slime(request: pytest.FixtureRequest) -> Iterator[None]:
+    """slime's stand-in can be imported, and cannot."""
+    from tests.slime_runs import slime_importable, slime_missing
+
+    with pytest.MonkeyPatch.context() as patch:
+        with slime_importable(patch) if request.param == "slime" else slime_missing(patch):
+            yield
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For torch: more of them only disturb each other with tensors and models of a test's size."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def real_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two tiny models for SGLang that differ in their weights alone."""
-    return sglang_real.make_models(tmp_path_factory.mktemp("sglang") / "tiny")
+    return sglang_servers.make_models(tmp_path_factory.mktemp("sglang") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def real_url(real_models: list[Path]) -> Iterator[str]:
     """The one real server of a test run, with the first model. Who changes its weights or version puts them back."""
-    with sglang_real.server(real_models[0], "--sampling-mask-max-tokens", "64") as server:
+    with sglang_servers.server(real_models[0], "--sampling-mask-max-tokens", "64") as server:
         yield server.url
 
 

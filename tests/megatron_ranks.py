@@ -1,21 +1,24 @@
-"""Runs a module on several ranks of one machine, as torchrun does."""
+"""Runs a module on several ranks of one machine, as torchrun does, and cases in it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_on_ranks(count: int, module: str, *arguments: object) -> None:
-    """It has to end before pytest would end the whole process."""
+def run_on_ranks(count: int, module: str, *arguments: object) -> str:
+    """What they printed. They have to end before pytest would end the whole process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,4 +41,42 @@ def run_on_ranks(count: int, module: str, *arguments: object) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        assert process.returncode == 0, output.read()[-5000:]
+        printed = output.read()
+    assert process.returncode == 0, printed[-5000:]
+    return printed
+
+
+def run_cases(cases: Mapping[str, Callable[[Path], None]], arguments: Sequence[str]) -> None:
+    """On every rank: the cases, each in a folder of its own in the first of the arguments, or those that the others
+    name. Into `found.json` there goes what was wrong on any rank."""
+    import torch.distributed as dist
+
+    folder, rank = Path(arguments[0]), dist.get_rank()
+    found: dict[str, str | None] = {}
+    for name, case in cases.items():
+        if len(arguments) > 1 and name not in arguments[1:]:
+            continue
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        try:
+            case(own)
+        except BaseException:
+            (own / f"error-{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            (own / f"error-{rank}").write_text(f"rank {rank}: {error}")
+        found[name] = "\n".join(path.read_text() for path in sorted(own.glob("error-*"))) or None
+        if found[name]:  # the ranks may no longer go side by side
+            break
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def error_of(case: Callable[[], None]) -> str | None:
+    """Of a case that runs alone."""
+    try:
+        case()
+    except Exception:
+        return traceback.format_exc()
+    return None

@@ -11,10 +11,10 @@ import asyncio
 import json
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from eventbus.batching import RolloutExhausted
 from eventbus.wire import WireError
 from middleware import Generate
 from tests import megatron_model as tiny
+from tests.megatron_ranks import run_cases
 from tests.megatron_shims import core, take_the_cpu_for_a_gpu
 
 GROUP_SIZE = 2
@@ -429,32 +430,16 @@ CASES: Sequence[Callable[[Case], Awaitable[None]]] = [
 ]
 
 
+def _run(case: Any, folder: Path) -> None:
+    asyncio.run(case(Case(folder)))
+
+
 def main(arguments: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     core("parallel_state", "initialize_model_parallel")(tensor_model_parallel_size=dist.get_world_size() // 2)
-    folder = Path(arguments[0])
-    found: dict[str, str | None] = {}
-    for case in CASES:
-        name = case.__name__
-        if len(arguments) > 1 and name not in arguments[1:]:
-            continue
-        own = folder / name
-        own.mkdir(exist_ok=True)
-        try:
-            asyncio.run(case(Case(own)))  # type: ignore[arg-type]
-        except BaseException:
-            (own / f"error-{dist.get_rank()}").write_text(f"rank {dist.get_rank()}: {traceback.format_exc()}")
-        try:
-            dist.barrier()
-        except RuntimeError as error:
-            (own / f"error-{dist.get_rank()}").write_text(f"rank {dist.get_rank()}: {error}")
-        found[name] = "\n".join(path.read_text() for path in sorted(own.glob("error-*"))) or None
-        if found[name]:  # the ranks may no longer go side by side
-            break
-    if dist.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+    run_cases({case.__name__: partial(_run, case) for case in CASES}, arguments)
     dist.destroy_process_group()
 
 

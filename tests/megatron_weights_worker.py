@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.megatron.weights import Broadcast, Checkpoint, WeightError, llama_names, named_weights, send_weights
+from tests.megatron_ranks import run_cases
 from tests.megatron_shims import core, let_experts_run, take_the_cpu_for_a_gpu
 
 VOCABULARY, PADDED_VOCABULARY, HEADS, GROUPS, SIZE = 90, 96, 4, 2, 8
@@ -459,29 +459,7 @@ def main(arguments: Sequence[str]) -> None:
     take_the_cpu_for_a_gpu()
     let_experts_run()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    folder = Path(arguments[0])
-    found: dict[str, str | None] = {}
-    for name, case in CASES.items():
-        if len(arguments) > 1 and name not in arguments[1:]:
-            continue
-        own = folder / name
-        own.mkdir(exist_ok=True)
-        error = ""
-        try:
-            case(own)
-        except BaseException:
-            error = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-            (own / f"error-{dist.get_rank()}").write_text(error)
-        try:
-            dist.barrier()
-        except RuntimeError as error:
-            (own / f"error-{dist.get_rank()}").write_text(f"rank {dist.get_rank()}: {error}")
-        errors = [path.read_text() for path in sorted(own.glob("error-*"))]
-        found[name] = "\n".join(errors) or None
-        if errors:  # the ranks may no longer go side by side
-            break
-    if dist.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+    run_cases(CASES, arguments)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from eventbus import Batch, Group, Sample, TrainResult
 from eventbus.columns import LogProbs, LossMask, Tokens
 from eventbus.group import Summary
 from tests import megatron_model as tiny
+from tests.megatron_ranks import error_of
 from tests.megatron_shims import core, let_experts_run, take_the_cpu_for_a_gpu
 
 TEMPERATURE = 0.8
@@ -863,7 +863,7 @@ def main() -> None:
             tiny.initialise(**layout.sizes)
             standing = layout
         started = time.perf_counter()
-        found[name] = _error_of(run)
+        found[name] = error_of(run)
         print(name, found[name], f"{time.perf_counter() - started:.2f} s", flush=True)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
@@ -919,14 +919,6 @@ def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
 
 def _title(case: Callable[..., None]) -> str:
     return case.__name__.replace("_", " ")
-
-
-def _error_of(case: Callable[[], None]) -> str | None:
-    try:
-        case()
-    except Exception:
-        return traceback.format_exc()
-    return None
 
 
 if __name__ == "__main__":

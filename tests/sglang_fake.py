@@ -16,6 +16,7 @@ import base64
 import json
 import math
 import uuid
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -530,7 +531,33 @@ def _reset(http: web.Request) -> web.Response:
     return web.Response(status=500)  # nobody reads it
 
 
-class FakeRouter:
+class Front(ABC):
+    """Listens at `url` while it is open, and asks those behind it by `session`."""
+
+    url: str
+    session: ClientSession
+
+    @abstractmethod
+    def routes(self) -> list[web.RouteDef]: ...
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 30)
+        app.add_routes(self.routes())
+        self.session = ClientSession()
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+        await self.session.close()
+
+
+class FakeRouter(Front):
     """Sends requests on to its workers in turn, without the fields that `drops` names; answers 404 to the rest.
 
     It sees at once which of them are up, but sends to all that are registered.
@@ -544,29 +571,15 @@ class FakeRouter:
         self.received: list[Received] = []
         self._drops = drops
         self._turn = 0
-        self._runner: web.AppRunner | None = None
-        self.url = ""
 
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_get("/workers", self._list)
-        app.router.add_post("/workers", self._add)
-        app.router.add_get("/workers/{id}", self._one)
-        app.router.add_delete("/workers/{id}", self._remove)
-        self._session = ClientSession()
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._runner is not None
-        await self._session.close()
-        await self._runner.cleanup()
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self._generate),
+            web.get("/workers", self._list),
+            web.post("/workers", self._add),
+            web.get("/workers/{id}", self._one),
+            web.delete("/workers/{id}", self._remove),
+        ]
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = json.loads(await http.read())
@@ -584,7 +597,7 @@ class FakeRouter:
         worker = registered[self._turn % len(registered)]
         try:
             headers = {name: http.headers[name] for name in ("authorization",) if name in http.headers}
-            async with self._session.post(f"{worker.url}/generate", json=body, headers=headers) as response:
+            async with self.session.post(f"{worker.url}/generate", json=body, headers=headers) as response:
                 return web.Response(body=await response.read(), status=response.status, content_type="application/json")
         except ClientError as error:
             return web.json_response({"error": {"message": str(error)}}, status=502)

@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import tempfile
-import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +14,8 @@ import torch
 
 from backends.megatron import StatelessAdam
 from backends.megatron.stateless_adam import use_stateless_adam
+from tests.megatron_ranks import error_of
+from tests.megatron_shims import core, take_the_cpu_for_a_gpu
 
 LR, WEIGHT_DECAY, STEPS = 0.05, 0.1, 4
 
@@ -29,37 +28,10 @@ CASES: dict[str, dict[str, bool]] = {
 }
 
 
-def take_the_cpu_for_a_gpu() -> None:
-    """Only what the optimizers touch. It changes torch for the whole process."""
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    for name in ("zeros", "ones", "empty", "tensor", "full"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    type_of = torch.Tensor.type
-
-    def cuda_type(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:  # the optimizers sort parameters by it
-            return type_of(self).replace("torch.", "torch.cuda.")
-        return type_of(self, dtype, *args, **kwargs)
-
-    torch.Tensor.type = cuda_type  # type: ignore[method-assign]
-
-
-def _on_cpu(make: Any) -> Any:
-    def made(*args: Any, **kwargs: Any) -> Any:
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return make(*args, **kwargs)
-
-    return made
-
-
 class Trained:
     """A small network in megatron-core's wrappers, with its optimizer."""
 
     def __init__(self, **options: bool) -> None:
-        def core(module: str, name: str) -> Any:
-            return getattr(importlib.import_module(f"megatron.core.{module}"), name)
-
         torch.manual_seed(3)
         network = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
         self.reference: Any = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
@@ -150,25 +122,16 @@ def refused() -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     take_the_cpu_for_a_gpu()
     found: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
+        core("parallel_state", "initialize_model_parallel")()
         for name, options in CASES.items():
-            found[name] = _error_of(lambda options=options: is_adam_created_anew(**options))  # type: ignore[misc]
-        found["after-a-step"] = _error_of(refused)
+            found[name] = error_of(lambda options=options: is_adam_created_anew(**options))  # type: ignore[misc]
+        found["after-a-step"] = error_of(refused)
         torch.distributed.destroy_process_group()
     print(json.dumps(found))
-
-
-def _error_of(case: Callable[[], None]) -> str | None:
-    try:
-        case()
-    except Exception:
-        return traceback.format_exc()
-    return None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -22,16 +22,7 @@ import torch
 from backends.embedded import EmbeddedEngine
 from backends.embedded.model import Cache, Transformer
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More of them only disturb each other in models of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_thread")]
 
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -18,16 +18,7 @@ import torch
 
 from backends.embedded import EmbeddedEngine, EmbeddedTrainer
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More of them only disturb each other in models of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_thread")]
 
 
 def small(seed: int = 0) -> EmbeddedEngine:

@@ -167,6 +167,18 @@ def outcomes(kind: str, warm: Path, *paths: Path) -> dict[str, str]:
     return found
 
 
+def check_errors(found: dict[str, str], kind: str, expected: dict[str, str], folder: Path | None = None) -> None:
+    """Each file gave an error of this kind, with these words in it.
+
+    :param folder: of the files: the error begins with the path.
+    """
+    assert found.keys() == expected.keys()
+    for name, text in expected.items():
+        begins = f"{kind}: " if folder is None else f"{kind}: {folder / name}: "
+        assert found[name].startswith(begins), f"{name}: {found[name]}"
+        assert text in found[name], f"{name}: {found[name]}"
+
+
 # Logs
 
 
@@ -484,11 +496,8 @@ def test_prompts_that_are_made_to_hurt(tmp_path: Path) -> None:
         "many keys": "many keys:1: no key 'prompt'; the keys are: k0, k1, ",
     }
     assert found.pop("names of files") == "read: "
-    assert found.keys() == expected.keys()
-    for name, text in expected.items():
-        assert found[name].startswith("ValueError: "), f"{name}: {found[name]}"
-        assert text in found[name], f"{name}: {found[name]}"
-        assert len(found[name]) < 1000 + len(str(tmp_path))
+    check_errors(found, "ValueError", expected)
+    assert max(map(len, found.values())) < 1000 + len(str(tmp_path))
 
 
 @settings(max_examples=50)
@@ -532,10 +541,7 @@ def test_configurations_that_are_made_to_hurt(tmp_path: Path) -> None:
         "no utf-8": "no utf-8:2: is not UTF-8",
         "null": "null:1:6: found invalid character '\\x00'",
     }
-    assert found.keys() == expected.keys()
-    for name, text in expected.items():
-        assert found[name].startswith("ConfigError: "), f"{name}: {found[name]}"
-        assert text in found[name], f"{name}: {found[name]}"
+    check_errors(found, "ConfigError", expected)
 
 
 def test_a_key_may_have_as_many_parts_as_is_said(tmp_path: Path) -> None:
@@ -660,10 +666,7 @@ def test_debug_data_that_is_made_to_hurt(tmp_path: Path) -> None:
         "traversal": "not a file that torch.save wrote, or a damaged one",
         "overlapping": "its records are larger than the file",
     }
-    assert found.keys() == expected.keys()
-    for name, text in expected.items():
-        assert found[name].startswith(f"LogError: {tmp_path / name}: "), f"{name}: {found[name]}"
-        assert text in found[name], f"{name}: {found[name]}"
+    check_errors(found, "LogError", expected, tmp_path)
     assert not ran.exists()
     assert not (tmp_path.parent.parent / "ran").exists()
 

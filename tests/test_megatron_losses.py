@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, get_args
 
@@ -23,17 +23,10 @@ from backends.megatron.losses import Aggregation, Reduce, aggregate, denominator
 from backends.megatron.packing import MicroBatch, StepTotals, pack, step_totals
 from backends.megatron.plan import ParallelLayout, plan_microbatches
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY = 7
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """More of them only disturb each other with tensors of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def numbers(*values: float, grad: bool = False) -> Tensor:

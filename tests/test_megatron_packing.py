@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,17 +23,10 @@ from torch import Tensor
 from backends.megatron.packing import BatchError, MicroBatch, StepTotals, pack, step_totals, unpack
 from backends.megatron.plan import ParallelLayout, plan_microbatches
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXPERTS = 6
 NUMBERS = ("rollout_log_probs", "teacher_log_probs")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """More of them only disturb each other with tensors of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made(index: int, prompt: int, response: int, **fields: Any) -> Sample:

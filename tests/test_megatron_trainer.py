@@ -3,8 +3,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,32 +20,15 @@ from backends.megatron.objective import Objective  # noqa: E402
 from backends.megatron.plan import ParallelLayout  # noqa: E402
 from backends.megatron.trainer import ConfigError, check_config  # noqa: E402
 from tests import megatron_worker  # noqa: E402
-
-ROOT = Path(__file__).parent.parent
+from tests.megatron_ranks import run_on_ranks  # noqa: E402
 
 # Real megatron-core: the processes of `megatron_worker.py`
-
-
-def run(world: int, *command: str) -> str:
-    """What it printed, in so many processes."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m"]
-    with subprocess.Popen(
-        [*start, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as done:
-        try:
-            # Less than what pytest gives a test. A torchrun that is told to end ends its processes.
-            printed, _ = done.communicate(timeout=280)
-        except subprocess.TimeoutExpired:
-            done.terminate()
-            raise
-    assert not done.returncode, printed
-    return printed
 
 
 @cache
 def ran(world: int, file: Path) -> list[dict[str, str | None]]:
     """What went wrong in each case, per rank."""
-    run(world, "tests.megatron_worker", str(file))
+    run_on_ranks(world, "tests.megatron_worker", file)
     found: list[dict[str, str | None]] = json.loads(file.read_bytes())
     return found
 
@@ -69,7 +50,7 @@ def test_with_megatron_core(world: int, case: str, tmp_path_factory: pytest.Temp
 
 @with_megatron
 def test_the_demo() -> None:
-    printed = run(2, "examples.megatron.sort_digits", "--rollouts", "2").splitlines()
+    printed = run_on_ranks(2, "examples.megatron.sort_digits", "--rollouts", "2").splitlines()
     assert [line[:24] for line in printed if line.startswith("rollout ")] == [
         "rollout 0: kept 16/16 of",
         "rollout 1: kept 16/16 of",

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from backends.megatron.weights import Broadcast, Checkpoint, SharedMemory, llama_names, named_weights
-from tests import sglang_real
+from tests import sglang_servers
 from tests.megatron_ranks import run_on_ranks
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -69,13 +69,13 @@ def test_transformers_says_the_same(ran: Path, layout: str) -> None:
 
 @pytest.mark.sglang
 @pytest.mark.skipif(
-    sglang_real.PYTHON is None,
+    sglang_servers.PYTHON is None,
     reason="needs a real SGLang: set ROLLOUTBUS_SGLANG_PYTHON to the interpreter of an environment that has it",
 )
 @pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core: pip install 'rolloutbus[megatron]'")
 def test_a_real_server_generates_with_the_weights_of_a_megatron_model(tmp_path: Path) -> None:
-    models = sglang_real.make_models(tmp_path / "models")
-    with sglang_real.server(models[0]) as server:
+    models = sglang_servers.make_models(tmp_path / "models")
+    with sglang_servers.server(models[0]) as server:
         run_on_ranks(2, "tests.megatron_to_sglang", server.url, models[0], tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     assert list(found) == [

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 def test_the_demo_shows_responses_of_two_versions(tmp_path: Path) -> None:
     program = [sys.executable, str(ROOT / "examples" / "sglang" / "rollouts.py")]
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.sglang_real", "2", *program],
+        [sys.executable, "-m", "tests.sglang_servers", "2", *program],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

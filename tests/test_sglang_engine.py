@@ -610,17 +610,22 @@ async def test_attempts_are_counted_in_the_context(worker: FakeWorker) -> None:
 # Attempts as events
 
 
-async def attempts_of(engine: SGLangEngine, count: int = 1, *stages: Any, **options: Any) -> list[AttemptEnded]:
-    """Of a pipeline that asks the engine for `count` samples."""
-    log = Log("attempt_ended")
-    pipeline = Pipeline(
+def asking(
+    engine: SGLangEngine, log: Log, count: int = 1, *stages: Any, sampling: Any = SAMPLING, **options: Any
+) -> Pipeline:
+    """A pipeline that asks the engine for `count` samples."""
+    return Pipeline(
         Prompts(["x"] * count, group_size=1),
-        [Tokenize(lambda prompt: PROMPT), *stages, Generate(engine, SAMPLING)],
-        BatchSpec(groups=count),
+        [Tokenize(lambda prompt: PROMPT), *stages, Generate(engine, sampling)],
+        BatchSpec(groups=count, max_failures=0),
         observers=[log],
         **options,
     )
-    async with pipeline:
+
+
+async def attempts_of(engine: SGLangEngine, count: int = 1, *stages: Any, **options: Any) -> list[AttemptEnded]:
+    log = Log("attempt_ended")
+    async with asking(engine, log, count, *stages, **options) as pipeline:
         await anext(pipeline.rollouts(start=5))
     return log.events
 
@@ -651,14 +656,8 @@ async def test_an_attempt_that_broke_says_what_it_brought(worker: FakeWorker) ->
 async def test_an_attempt_that_is_refused_is_an_event(worker: FakeWorker) -> None:
     worker.refused["/generate"] = (400, '{"error": {"message": "no such adapter"}}')
     log = Log("attempt_ended")
-    pipeline = Pipeline(
-        Prompts(["x"], group_size=1),
-        [Tokenize(lambda prompt: PROMPT), Generate(engine_of(worker), SAMPLING)],
-        BatchSpec(groups=1, max_failures=0),
-        observers=[log],
-    )
     with pytest.raises(ExceptionGroup):
-        async with pipeline:
+        async with asking(engine_of(worker), log) as pipeline:
             await anext(pipeline.rollouts())
     [event] = log.events
     assert event.outcome == "failed"
@@ -669,15 +668,9 @@ async def test_an_attempt_that_cannot_be_sent_is_an_event(worker: FakeWorker) ->
     class Adds:
         sampling_seed = 7
 
-    log = Log("attempt_ended")
-    pipeline = Pipeline(
-        Prompts(["x"], group_size=1),
-        [Tokenize(lambda prompt: PROMPT), Generate(engine_of(worker), SAMPLING | {"custom_params": {"a": Adds()}})],
-        BatchSpec(groups=1, max_failures=0),
-        observers=[log],
-    )
+    log, sampling = Log("attempt_ended"), SAMPLING | {"custom_params": {"a": Adds()}}
     with pytest.raises(ExceptionGroup):
-        async with pipeline:
+        async with asking(engine_of(worker), log, sampling=sampling) as pipeline:
             await anext(pipeline.rollouts())
     [event] = log.events
     assert event.outcome == "failed"
@@ -709,13 +702,7 @@ async def test_attempts_that_are_given_up_are_events(worker: FakeWorker) -> None
 async def test_an_attempt_that_is_cancelled_is_an_event(worker: FakeWorker) -> None:
     worker.allow(3)
     log = Log("attempt_ended")
-    pipeline = Pipeline(
-        Prompts(["x"], group_size=1),
-        [Tokenize(lambda prompt: PROMPT), Generate(engine_of(worker), SAMPLING)],
-        BatchSpec(groups=1),
-        observers=[log],
-    )
-    async with pipeline:
+    async with asking(engine_of(worker), log) as pipeline:
         task = asyncio.create_task(pipeline.rollouts(stop=1).__anext__())
         await started(worker, 3)
     with pytest.raises(RuntimeError, match="its pipeline was left"):

@@ -26,7 +26,7 @@ from backends.sglang.inprocess import ADDRESS, InProcess
 from eventbus import BatchSpec, Pipeline, Prompts, Sample, SampleStatus, WeightSpan
 from eventbus.columns import Tokens
 from middleware import Generate
-from tests import sglang_real
+from tests import sglang_real, sglang_servers
 from tests.sglang_fake import Edit, FakeWorker, Status, expected, log_prob
 from tests.test_sglang_real import REQUEST, shape
 
@@ -396,11 +396,11 @@ async def test_it_takes_part_in_a_stream(worker: FakeWorker) -> None:
 @sglang_real.MARKS[1]
 def test_the_real_engine(real_models: list[Path], tmp_path: Path) -> None:
     """One start for all, in a process of its own: the engine takes over signals, and ends the process when it fails."""
-    assert sglang_real.PYTHON is not None
+    assert sglang_servers.PYTHON is not None
     root = Path(__file__).parent.parent
-    environment = sglang_real.environment()
+    environment = sglang_servers.environment()
     environment["PYTHONPATH"] += f"{os.pathsep}{root}"
-    program = [sglang_real.PYTHON, str(sglang_real.STUBS / "in_process.py"), *map(str, real_models)]
+    program = [sglang_servers.PYTHON, str(sglang_servers.STUBS / "in_process.py"), *map(str, real_models)]
     # Into files: torch's manager of shared memory outlives the program, and would hold a pipe open.
     with (tmp_path / "output").open("w") as output, (tmp_path / "errors").open("w") as errors:
         ended = subprocess.run(program, env=environment, stdout=output, stderr=errors, timeout=600)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from backends.sglang import RequestRefused, SGLangEngine
 from eventbus import Sample, SampleStatus
 from middleware import Generate, Tokenize
-from tests import sglang_real
+from tests import sglang_real, sglang_servers
 from tests.sglang_fake import FakeWorker
 from tests.sglang_real import asked, until_running
 
@@ -51,25 +51,15 @@ def sample_of(**fields: Any) -> Sample:
 async def test_log_probs_are_those_of_the_model(
     real_url: str, real_models: list[Path], stream: bool, temperature: float
 ) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(real_models[0], dtype=torch.float32)
     samples = [sample_of(index=n, rollout_id=n, tokens=list(range(5 + n, 25 + 2 * n))) for n in range(8)]
     async with SGLangEngine(real_url, stream=stream) as engine:
         generate = Generate(engine, GREEDY | {"temperature": temperature})
         await asyncio.gather(*(generate(sample) for sample in samples))
-    worst = 0.0
-    for sample in samples:
-        assert sample.response_length == len(sample.rollout_log_probs or ()) == 12
-        with torch.no_grad():
-            log_probs = model(torch.tensor([sample.tokens.tolist()])).logits[0].log_softmax(-1)
-        for i, got in enumerate(sample.rollout_log_probs or ()):
-            at = sample.prompt_length + i
-            worst = max(worst, abs(float(log_probs[at - 1, sample.tokens[at]]) - got))
-            if temperature == 0:
-                assert int(log_probs[at - 1].argmax()) == sample.tokens[at]
-    assert worst < 1e-4
+    assert [sample.response_length for sample in samples] == [12] * 8
+    assert sglang_real.worst_difference(real_models[0], samples) < 1e-4
+    if temperature == 0:
+        for sample, predicted in zip(samples, sglang_real.predicted(real_models[0], samples), strict=True):
+            assert predicted.argmax(-1).tolist() == sample.tokens[sample.prompt_length :]
 
 
 async def test_streaming_equals_non_streaming_and_parts_equal_the_whole(real_url: str) -> None:
@@ -180,7 +170,7 @@ async def test_a_response_that_spans_an_update_names_both_versions(
 
 
 async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, real_models: list[Path]) -> None:
-    assert sglang_real.PYTHON is not None
+    assert sglang_servers.PYTHON is not None
     await engine.update_weights_from_disk(str(real_models[1]), "disk")
     wanted = await engine.generate(sample_of(), GREEDY)
     await engine.update_weights_from_disk(str(real_models[0]), "default")
@@ -191,10 +181,10 @@ async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, re
         names = sorted(tensors.keys())
         shapes = [tensors.get_slice(name).get_shape() for name in names]
     trainer = await asyncio.create_subprocess_exec(
-        sglang_real.PYTHON,
-        str(sglang_real.STUBS / "broadcast.py"),
+        sglang_servers.PYTHON,
+        str(sglang_servers.STUBS / "broadcast.py"),
         *(str(port), str(real_models[1]), "trainer"),
-        env=sglang_real.environment(),
+        env=sglang_servers.environment(),
     )
     await engine.init_weights_update_group("127.0.0.1", port, 2, group_name="trainer", backend="gloo")
     async with engine.updating_weights("trained") as update:
@@ -221,15 +211,15 @@ async def test_weights_come_from_a_trainer_on_the_same_machine(engine: SGLangEng
 @contextmanager
 def serialized(model: Path) -> Iterator[str]:
     """The weights as SGLang's own serializer writes them; they lie in memory that its process shares meanwhile."""
-    assert sglang_real.PYTHON is not None
-    command = [sglang_real.PYTHON, str(sglang_real.STUBS / "serialize.py"), str(model)]
+    assert sglang_servers.PYTHON is not None
+    command = [sglang_servers.PYTHON, str(sglang_servers.STUBS / "serialize.py"), str(model)]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=sglang_real.environment(),
+        env=sglang_servers.environment(),
     ) as trainer:
         assert trainer.stdout is not None
         yield trainer.stdout.readline().strip()

@@ -12,7 +12,7 @@ import pytest
 from backends.sglang import SGLangEngine, SGLangRouter
 from eventbus import Sample, SampleStatus, Tokens
 from middleware import Generate
-from tests import sglang_real
+from tests import sglang_real, sglang_servers
 
 pytestmark = [pytest.mark.asyncio, *sglang_real.MARKS]
 
@@ -23,12 +23,12 @@ SAMPLING = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True, "sampl
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sglang_real.make_experts(tmp_path_factory.mktemp("sglang") / "tiny")
+    return sglang_servers.make_experts(tmp_path_factory.mktemp("sglang") / "tiny")
 
 
 @pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
-    with sglang_real.server(model, "--enable-return-routed-experts", "--enable-deterministic-inference") as server:
+    with sglang_servers.server(model, "--enable-return-routed-experts", "--enable-deterministic-inference") as server:
         yield server.url
 
 
@@ -69,8 +69,8 @@ async def test_routed_experts_of_a_partial_sample_are_those_of_all_its_tokens(ur
 
 
 async def test_behind_the_router_they_go_around_it(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert sglang_real.PYTHON is not None
-    router = SGLangRouter(workers=[url], python=sglang_real.PYTHON)
+    assert sglang_servers.PYTHON is not None
+    router = SGLangRouter(workers=[url], python=sglang_servers.PYTHON)
     samples = [sample_of(n) for n in range(4)]
     async with SGLangEngine(router=router, routed_experts=(LAYERS, TOP_K)) as engine:
         await asyncio.gather(*(Generate(engine, SAMPLING)(sample) for sample in samples))

@@ -7,19 +7,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
 
 from backends.sglang import RequestRefused, SGLangEngine, SGLangRouter
 from eventbus import BatchSpec, LogProbs, LogReader, Pipeline, Prompts, Sample, SampleStatus, Tokens
 from eventbus.events import AttemptEnded
 from eventbus.log.inspect.check import check
 from middleware import Generate, Recorder, mask_offpolicy
-from tests import sglang_real
-from tests.sglang_real import Server, asked, load, until_running
+from tests import sglang_real, sglang_servers
+from tests.sglang_fake import Front
+from tests.sglang_real import asked, load, until_running, worst_difference
+from tests.sglang_servers import Server
 
 pytestmark = [pytest.mark.asyncio, *sglang_real.MARKS]
 
@@ -39,8 +40,8 @@ def engine_of(*urls: str, routed: bool, **options: Any) -> SGLangEngine:
     options = {"backoff": 0.1, **options}
     if not routed:
         return SGLangEngine(urls=urls, **options)
-    assert sglang_real.PYTHON is not None
-    router = SGLangRouter(workers=urls, policy="round_robin", health_interval=1, python=sglang_real.PYTHON)
+    assert sglang_servers.PYTHON is not None
+    router = SGLangRouter(workers=urls, policy="round_robin", health_interval=1, python=sglang_servers.PYTHON)
     return SGLangEngine(router=router, **options)
 
 
@@ -48,7 +49,7 @@ def prompts(count: int, group_size: int = 1) -> Prompts:
     return Prompts((Sample(tokens=Tokens([5, 6, 7 + n])) for n in range(count)), group_size)
 
 
-class Between:
+class Between(Front):
     """Passes requests on to a worker. The first `lose` replies do not come back, or of a stream only `chunks`, and the
     worker does not hear of it."""
 
@@ -60,21 +61,8 @@ class Between:
         """Generate requests that came."""
         self.aborted: list[str] = []
 
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._pass)
-        self._session = ClientSession()
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._runner.cleanup()
-        await self._session.close()
+    def routes(self) -> list[web.RouteDef]:
+        return [web.route("*", "/{path:.*}", self._pass)]
 
     async def _pass(self, http: web.Request) -> web.StreamResponse:
         data = await http.read()
@@ -85,7 +73,7 @@ class Between:
         elif http.path == "/abort_request":
             self.aborted.append(json.loads(data)["rid"])
         headers = {"content-type": "application/json"}
-        async with self._session.request(
+        async with self.session.request(
             http.method, self.worker + http.path_qs, data=data, headers=headers
         ) as response:
             if lost and not self.chunks:
@@ -194,10 +182,10 @@ async def test_a_stream_that_breaks_keeps_what_arrived(
 
 
 async def test_an_abort_that_is_answered_404_says_so(real_url: str) -> None:
-    assert sglang_real.PYTHON is not None
+    assert sglang_servers.PYTHON is not None
     sample = sample_of()
     async with (
-        SGLangRouter(workers=[real_url], python=sglang_real.PYTHON) as router,
+        SGLangRouter(workers=[real_url], python=sglang_servers.PYTHON) as router,
         SGLangEngine(router.url) as engine,
     ):
         assert (await asked(router.url, "/abort_request", {"rid": "r"}))[0] == 404
@@ -305,19 +293,3 @@ async def test_a_worker_that_is_killed_costs_no_sample(
     assert len(failed) == engine.wasted >= 2
     if stream:
         assert all(event.tokens > 0 for event in failed)
-
-
-def worst_difference(model: Path, samples: list[Sample]) -> float:
-    """Between the log-probs of the samples and those of transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    worst = 0.0
-    for sample in samples:
-        with torch.no_grad():
-            log_probs = loaded(torch.tensor([sample.tokens.tolist()])).logits[0].log_softmax(-1)
-        at = torch.arange(sample.prompt_length, len(sample.tokens))
-        there = log_probs[at - 1, torch.tensor(sample.tokens.tolist())[at]]
-        worst = max(worst, float((there - torch.tensor(list(sample.rollout_log_probs or ()))).abs().max()))
-    return worst

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
@@ -11,16 +10,11 @@ from backends.slime import load_debug_rollout_data, save_debug_rollout_data
 from backends.slime.samples import sample_type
 from eventbus.log.format import LogError
 from eventbus.log.inspect.slime import load_record
-from tests.slime_runs import slime_importable, slime_missing
 
 torch = pytest.importorskip("torch")
 
 
-@pytest.fixture(autouse=True, params=["slime", "without slime"])
-def _slime(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        with slime_importable(patch) if request.param == "slime" else slime_missing(patch):
-            yield
+pytestmark = pytest.mark.usefixtures("with_and_without_slime")
 
 
 def some(count: int) -> list[Any]:

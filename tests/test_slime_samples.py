@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,8 @@ from backends.slime.samples import KEPT, sample_type
 from eventbus.columns import LogProbs, Tokens
 from eventbus.sample import Sample, SampleStatus, WeightSpan
 from eventbus.wire import decode, encode
-from tests.slime_runs import slime_importable, slime_missing
 
-
-@pytest.fixture(autouse=True, params=["slime", "without slime"])
-def _slime(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        with slime_importable(patch) if request.param == "slime" else slime_missing(patch):
-            yield
+pytestmark = pytest.mark.usefixtures("with_and_without_slime")
 
 
 LEAVES = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3)
