@@ -14,7 +14,7 @@ import msgspec
 
 from eventbus.sample import Sample
 
-__all__ = ["Batch", "EvalReport", "Group", "Summary", "TrainResult", "Verdict"]
+__all__ = ["Batch", "EvalReport", "Group", "Summary", "TrainResult", "Verdict", "acknowledge", "reward_number"]
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -143,12 +143,21 @@ class Batch(msgspec.Struct, dict=True):
         :raises RuntimeError: it was acknowledged before, or it did not come out of a pipeline.
         :raises TypeError: the result is no `TrainResult`.
         """
-        if result is not None and not isinstance(result, TrainResult):
-            raise TypeError(f"trained() takes a TrainResult(metrics, weight_version), got {type(result).__name__}")
-        acknowledge: Callable[[TrainResult | None], None] | None = self.__dict__.pop("_acknowledge", None)
-        if acknowledge is None:
-            raise RuntimeError(f"batch {self.rollout_id} was acknowledged before, or did not come from a pipeline")
-        acknowledge(result)
+        acknowledge(self, result, f"batch {self.rollout_id}", "a pipeline")
+
+
+def acknowledge(taken: Any, result: TrainResult | None, name: str, source: str) -> None:
+    """Once, call what `source` has left in `taken._acknowledge`.
+
+    :raises RuntimeError: it was called before, or there was none.
+    :raises TypeError: the result is no `TrainResult`.
+    """
+    if result is not None and not isinstance(result, TrainResult):
+        raise TypeError(f"trained() takes a TrainResult(metrics, weight_version), got {type(result).__name__}")
+    told: Callable[[TrainResult | None], None] | None = taken.__dict__.pop("_acknowledge", None)
+    if told is None:
+        raise RuntimeError(f"{name} was acknowledged before, or did not come from {source}")
+    told(result)
 
 
 class EvalReport(msgspec.Struct):
@@ -162,6 +171,21 @@ class EvalReport(msgspec.Struct):
         """Mean over all executions with a finite reward; nan when there is none."""
         finite = [reward for group in self.groups for reward in group.rewards(key) if math.isfinite(reward)]
         return sum(finite) / len(finite) if finite else math.nan
+
+
+def reward_number(reward: Any) -> float | None:
+    """The reward as a float, of whatever kind of number it is; infinite where it does not fit one. None for what is no
+    lone number."""
+    if type(reward) is float:
+        return reward
+    if reward is None or isinstance(reward, dict | str | bytes):  # the latter two float() would read
+        return None
+    try:
+        return float(reward)  # also of numpy numbers and 0-d tensors
+    except OverflowError:  # an int
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _number(sample: Sample, key: str | None) -> float:

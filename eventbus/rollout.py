@@ -34,7 +34,7 @@ from eventbus.batching import BatchSpec, RolloutExhausted
 from eventbus.chain import SampleChain, settle_all
 from eventbus.context import RolloutContext, _current, _hub
 from eventbus.events import digest
-from eventbus.group import Batch, Group, Summary, Verdict
+from eventbus.group import Batch, Group, Summary, Verdict, reward_number
 from eventbus.ledger import Ledger
 from eventbus.observers import EventHub
 from eventbus.prompts import PromptSource
@@ -866,19 +866,9 @@ def _rewards(group: Group) -> tuple[float, int]:
     rewards = [execution[-1].reward for execution in group.executions]
     if set(map(type, rewards)) == {float} and math.isfinite(total := sum(rewards)):  # as nearly always
         return total, len(rewards)
-    finite = [number for reward in rewards if (number := _finite(reward)) is not None]
+    numbers = map(reward_number, rewards)
+    finite = [number for number in numbers if number is not None and math.isfinite(number)]
     return sum(finite), len(finite)
-
-
-def _finite(reward: Any) -> float | None:
-    """The reward as a number to average, if it is one."""
-    if reward is None or isinstance(reward, dict | str):
-        return None
-    try:
-        number = float(reward)  # also of numpy numbers and 0-d tensors
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 class _BatchPlace:

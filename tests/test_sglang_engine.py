@@ -414,6 +414,21 @@ async def test_400_is_never_retried_and_shows_the_servers_words(worker: FakeWork
     assert len(worker.bodies()) == 1
 
 
+async def test_answers_that_are_nested_too_deeply_are_like_others(worker: FakeWorker) -> None:
+    deep = '{"error": ' + "[" * 100_000
+    worker.refused["/model_info"] = (200, deep)
+    worker.refused["/generate"] = (400, deep)
+    async with engine_of(worker, vocabulary=None) as engine:
+        with pytest.raises(RequestRefused, match=r"sample 3: .*/generate answered 400: {\"error\": \[\[\["):
+            await engine.generate(sample_of(), SAMPLING)
+    worker.refused.clear()
+    worker.faults.append(Edit(lambda reply: deep.encode()))
+    async with engine_of(worker, vocabulary=None, stream=True) as engine:
+        completion = await engine.generate(sample_of(), SAMPLING)
+        check(completion)
+        assert '/generate: b\'{"error": [[[' in completion.meta["failed_attempts"][0]
+
+
 async def test_a_stream_may_bring_a_refusal(worker: FakeWorker) -> None:
     refusal = b'{"error": {"message": "no such grammar", "type": "invalid_request_error", "code": 400}}'
     worker.faults.append(Edit(lambda reply: refusal))

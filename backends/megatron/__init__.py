@@ -7,6 +7,7 @@
     objective        a policy loss by its options
     log_probs        out of logits that lie on several ranks
     trainer          from a batch to steps of the optimizer
+    chunks           a model's chunks, without their wrappers
     stream           one rank owns the stream, every rank trains its part
     weights          from the model to the engine, by the names of Hugging Face
     stateless_adam   Adam that keeps nothing between steps

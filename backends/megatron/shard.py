@@ -6,12 +6,10 @@ All that a rank needs for its part of every step, and nothing of the others' but
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from backends.megatron.packing import StepTotals
-from eventbus.group import Summary, TrainResult
+from eventbus.group import Summary, TrainResult, acknowledge
 from eventbus.sample import Sample
 
 __all__ = ["Shard", "ShardStep"]
@@ -46,9 +44,4 @@ class Shard(msgspec.Struct, dict=True):
         :raises RuntimeError: it was acknowledged before, or it did not come out of a `ShardedStream`.
         :raises TypeError: the result is no `TrainResult`.
         """
-        if result is not None and not isinstance(result, TrainResult):
-            raise TypeError(f"trained() takes a TrainResult(metrics, weight_version), got {type(result).__name__}")
-        acknowledge: Callable[[TrainResult | None], None] | None = self.__dict__.pop("_acknowledge", None)
-        if acknowledge is None:
-            raise RuntimeError(f"shard {self.rollout_id} was acknowledged before, or did not come from a ShardedStream")
-        acknowledge(result)
+        acknowledge(self, result, f"shard {self.rollout_id}", "a ShardedStream")

@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron import losses
+from backends.megatron.chunks import device_of, unwrapped
 from backends.megatron.deep_ep import guard_deep_ep
 from backends.megatron.log_probs import kept_tokens, log_probs_and_entropy
 from backends.megatron.losses import Aggregation, PolicyLoss
@@ -50,7 +51,7 @@ from backends.megatron.plan import ParallelLayout, check_sizes, plan_microbatche
 from backends.megatron.shard import Shard, ShardStep
 from backends.megatron.stream import RankFailed
 from backends.megatron.threads import waited
-from eventbus.group import Batch, TrainResult
+from eventbus.group import Batch, TrainResult, reward_number
 from eventbus.imports import optional_dependency
 from eventbus.sample import Sample
 
@@ -206,7 +207,7 @@ class MegatronTrainer:
                 "old_log_probs='rollout' they are the same: set old_log_probs='recompute'"
             )
         self._ranks = _Ranks.found()
-        config = _unwrapped(self.model[0]).config
+        config = unwrapped(self.model[0]).config
         self.config = config
         self.layout = ParallelLayout(
             dp=self._ranks.dp,
@@ -220,10 +221,10 @@ class MegatronTrainer:
         )
         self._check_chunks()
         self._set_functions()
-        self._inputs = frozenset(inspect.signature(_unwrapped(self.model[0]).forward).parameters)
-        self._device = next(self.model[0].parameters()).device
-        self._vocabulary: int | None = getattr(_unwrapped(self.model[0]), "vocab_size", None)
-        self._context: int | None = getattr(_unwrapped(self.model[0]), "max_sequence_length", None)
+        self._inputs = frozenset(inspect.signature(unwrapped(self.model[0]).forward).parameters)
+        self._device = device_of(self.model)
+        self._vocabulary: int | None = getattr(unwrapped(self.model[0]), "vocab_size", None)
+        self._context: int | None = getattr(unwrapped(self.model[0]), "max_sequence_length", None)
         self._error: Exception | None = None
         """Of this rank, while the others still count on it."""
         self._closed = False
@@ -504,7 +505,7 @@ class MegatronTrainer:
         return loss * scale, torch.ones((), dtype=torch.int, device=loss.device), report
 
     def _predicted(self, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        group = self._ranks.tp_group if _unwrapped(self.model[-1]).parallel_output else None
+        group = self._ranks.tp_group if unwrapped(self.model[-1]).parallel_output else None
         rows = logits.flatten(0, 1)[batch.rows]
         kept = None
         if batch.top_p_ids is not None and batch.top_p_offsets is not None:
@@ -571,7 +572,7 @@ class MegatronTrainer:
         return dict(zip(names, sums.tolist(), strict=True))
 
     def _rewards(self, shard: Shard) -> dict[str, float]:
-        rewards = [number for sample in shard.samples if (number := _number(sample.reward)) is not None]
+        rewards = [number for sample in shard.samples if (number := reward_number(sample.reward)) is not None]
         sums = torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64, device=self._device)
         dist.all_reduce(sums, group=self._ranks.dp_cp_group)
         total, count = sums.tolist()
@@ -621,7 +622,7 @@ class MegatronTrainer:
     def _check_sample(self, sample: Sample) -> None:
         name = f"sample {sample.index}"
         rewards = sample.reward.values() if isinstance(sample.reward, dict) else [sample.reward]
-        if not all(math.isfinite(number) for value in rewards if (number := _number(value)) is not None):
+        if not all(math.isfinite(number) for value in rewards if (number := reward_number(value)) is not None):
             raise BatchError(f"{name}: its reward is {sample.reward}; drop it before it reaches the trainer")
         if self._context is not None and len(sample.tokens) > self._context:
             raise BatchError(f"{name}: {len(sample.tokens)} tokens exceed the model's context of {self._context}")
@@ -642,7 +643,7 @@ class MegatronTrainer:
             )
         inputs = sample.multimodal_train_inputs
         if inputs and (unknown := sorted(set(inputs) - (self._inputs - _OWN_INPUTS))):
-            model = type(_unwrapped(self.model[0])).__name__
+            model = type(unwrapped(self.model[0])).__name__
             raise BatchError(
                 f"sample {sample.index}: multimodal_train_inputs has {', '.join(unknown)}, which {model} does not take "
                 "from a sample"
@@ -777,12 +778,6 @@ def _reasons(config: Any, layout: ParallelLayout, pp: int, chunks: int, gloo: bo
         yield "hybrid_context_parallel plans micro-batches by itself: set it to False"
 
 
-def _unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def _shown(value: Any) -> str:
     return f"a tensor of the shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
@@ -792,18 +787,6 @@ def _chunks(name: str, model: Any) -> list[Any]:
     if not chunks:
         raise TypeError(f"MegatronTrainer: {name} is a {type(model).__name__}, it must be a list of model chunks")
     return chunks
-
-
-def _number(value: Any) -> float | None:
-    """A reward, of any kind of number; None for what is none."""
-    if value is None or isinstance(value, str | bytes | dict):
-        return None
-    try:
-        return float(value)
-    except OverflowError:  # an int
-        return math.inf
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 class _Summed(torch.autograd.Function):

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from anyio.to_thread import run_sync
 from torch import Tensor
 
+from backends.megatron.chunks import device_of, unwrapped
 from backends.megatron.threads import to_the_end
 from eventbus.imports import optional_dependency
 
@@ -112,7 +113,7 @@ async def send_weights(
     """
     if not isinstance(version, str):
         raise TypeError(f"send_weights: version is {version!r}, it must be a str")
-    device = _device(model_chunks)
+    device = device_of(model_chunks)
     buckets = named_weights(model_chunks, mapping, bucket_bytes=bucket_bytes)
     if dist.get_rank() != 0:
         await to_the_end(_follow, buckets, device)
@@ -151,7 +152,7 @@ def named_weights(
 def _named(
     model_chunks: Sequence[torch.nn.Module], mapping: WeightMapping, bucket_bytes: int, to: int
 ) -> Iterator[NamedTensors]:
-    device, rank = _device(model_chunks), dist.get_rank()
+    device, rank = device_of(model_chunks), dist.get_rank()
     try:
         own = dict(_own_parts(model_chunks))
         listed = _Listed([part for part, _ in own.values()])
@@ -544,7 +545,7 @@ def _own_parts(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Key, t
         mpu.get_expert_tensor_parallel_rank(),
         mpu.get_expert_tensor_parallel_world_size(),
     )
-    for chunk in map(_unwrapped, model_chunks):
+    for chunk in map(unwrapped, model_chunks):
         rename = _global_names(chunk)
         for local, tensor in chunk.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor) or local.endswith("_extra_state"):
@@ -705,28 +706,12 @@ def _joined(weight: _Weight, tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors), part.dim)
 
 
-# Model chunks
-
-
-def _unwrapped(chunk: torch.nn.Module) -> Any:
-    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
-        chunk = inner
-    return chunk
-
-
-def _device(model_chunks: Sequence[torch.nn.Module]) -> torch.device:
-    device = next((parameter.device for chunk in model_chunks for parameter in chunk.parameters()), None)
-    if device is None:
-        raise ValueError("the model chunks hold no parameters: give the list of them that MegatronTrainer has")
-    return device
+# Between the ranks
 
 
 def _on(device: torch.device) -> Any:
     """A thread begins with device 0, whatever the others use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-# Between the ranks
 
 
 def _next(buckets: Iterator[NamedTensors], device: torch.device) -> NamedTensors | None:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from backends.sglang.reply import ReplyError
+from backends.sglang.reply import UNREADABLE, ReplyError
 from eventbus.imports import optional_dependency
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def words(data: bytes) -> str:
     """What an error body says, of the forms that SGLang and its router use."""
     try:
         body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return data.decode(errors="replace")[:500].strip()
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
@@ -237,6 +237,6 @@ def answer_error(url: str, status: int, data: bytes) -> Exception:
 def _error_event(url: str, data: bytes) -> Exception:
     try:
         status = int(msgspec.json.decode(data)["error"].get("code") or 500)
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError, AttributeError):
+    except (*UNREADABLE, TypeError, ValueError, AttributeError):
         return ReplyError(f"{url}: {data[:500]!r}")
     return answer_error(url, status, data)

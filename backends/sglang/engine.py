@@ -183,7 +183,7 @@ class SGLangEngine:
             raise ValueError(f"sample {sample.index}: the execution {sample.rollout_id} is being generated already")
         self._open[key] = response  # from here on it can be aborted
         try:
-            async with self:
+            async with self._fleet:
                 vocabulary = await self._model.vocabulary()
                 try:
                     check_ids(sample.tokens, vocabulary)
@@ -335,7 +335,7 @@ class SGLangEngine:
 
         :raises RequestRefused: a worker has requests under way for 10 s; nobody has given anything back.
         """
-        async with self:
+        async with self._fleet:
             urls = await self._fleet.idle()
             await self._fleet.everywhere("/release_memory_occupation", {"tags": list(tags)}, urls)
 

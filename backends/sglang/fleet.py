@@ -25,7 +25,7 @@ from anyio import current_time
 
 from backends.sglang.client import AttemptFailed, Client, RequestRefused, WorkersUnavailable
 from backends.sglang.inprocess import InProcess
-from backends.sglang.reply import ReplyError
+from backends.sglang.reply import UNREADABLE, ReplyError
 from backends.sglang.response import Response
 from backends.sglang.router import RouterError, SGLangRouter, lost_by_router
 from backends.sglang.workers import Worker, Workers
@@ -395,7 +395,7 @@ class Fleet:
             return None
         try:
             version = msgspec.json.decode(data, type=_ModelInfo).weight_version
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ReplyError(f"{url}/model_info: {error}") from error
         return None if version is None else str(version)
 

@@ -38,13 +38,21 @@ class Model:
         if not self._asked:
             async with self._asking:  # nobody passes unchecked meanwhile
                 if not self._asked:
-                    with suppress(OSError, ValueError, AttributeError, RouterError), anyio.move_on_after(MODEL_SECONDS):
-                        path = Path((await self._info()).get("model_path", "")) / "config.json"
-                        config = msgspec.json.decode(path.read_bytes())
-                        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-                        self._vocabulary = size if isinstance(size, int) else None
+                    self._vocabulary = await self._read_vocabulary()
                     self._asked = True
         return self._vocabulary
+
+    async def _read_vocabulary(self) -> int | None:
+        """From the worker's model, where that is readable here."""
+        with (
+            suppress(OSError, ValueError, AttributeError, RecursionError, RouterError),
+            anyio.move_on_after(MODEL_SECONDS),
+        ):
+            path = Path((await self._info()).get("model_path", "")) / "config.json"
+            config = msgspec.json.decode(path.read_bytes())
+            size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+            return size if isinstance(size, int) else None
+        return None
 
     async def tokenize(self, prompt: str | list[dict[str, Any]]) -> Sequence[int]:
         """:raises ValueError: the tokenizer is not readable here."""

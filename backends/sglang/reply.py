@@ -19,7 +19,10 @@ from eventbus.columns import LogProbs, Tokens
 from eventbus.imports import optional_dependency
 from eventbus.sample import SampleStatus, WeightSpan
 
-__all__ = ["Kept", "Reply", "ReplyError", "decode", "progress"]
+__all__ = ["UNREADABLE", "Kept", "Reply", "ReplyError", "decode", "progress"]
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading JSON raises that is none, or too deep."""
 
 UNKNOWN: Final = "unknown"
 """Weight version of a token for which the worker names none."""
@@ -81,7 +84,7 @@ def decode(data: bytes | memoryview, prompt_length: int, experts: tuple[int, int
     """
     try:
         raw = _decoder.decode(data)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ReplyError(f"{error}; it begins with {bytes(data[:200])!r}") from error
     meta = raw.meta_info
     if meta.output_token_logprobs is None:
@@ -118,7 +121,7 @@ def progress(data: bytes | memoryview) -> tuple[int, str]:
     """
     try:
         event = _progress.decode(data)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ReplyError(f"{error}; it begins with {bytes(data[:200])!r}") from error
     return event.meta_info.completion_tokens, _version(event.meta_info.weight_version)
 
@@ -193,7 +196,6 @@ class _Progress(msgspec.Struct):
     meta_info: _ProgressMeta
 
 
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decoder = msgspec.json.Decoder(_Body)
 _progress = msgspec.json.Decoder(_Progress)
 
