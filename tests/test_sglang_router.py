@@ -24,7 +24,6 @@ from aiohttp import web
 import backends.sglang.router as module
 from backends.sglang.router import (
     ROUTER_VERSION,
-    WORKERS_ONLY,
     CircuitBreaker,
     RouterError,
     SGLangRouter,
@@ -38,6 +37,14 @@ REAL_PYTHON = os.environ.get("ROLLOUTBUS_SGLANG_PYTHON")
 LOG = "rolloutbus.sglang"
 NOWHERE = "http://127.0.0.1:9"
 """Nobody listens there."""
+WORKERS_ONLY = frozenset(
+    "/abort_request /pause_generation /continue_generation /update_weights_from_disk /update_weights_from_distributed "  # noqa: SIM905
+    "/update_weights_from_tensor /update_weights_from_ipc /init_weights_update_group /destroy_weights_update_group "
+    "/begin_weight_update /end_weight_update /update_weight_version /get_weights_by_name /weights_checker "
+    "/release_memory_occupation /resume_memory_occupation /model_info /server_info /ready /ping /v1/loads /encode "
+    "/open_session /close_session /start_profile".split()
+)
+"""Paths of a worker that a router does not have. `/flush_cache` it passes to all."""
 
 real = [
     pytest.mark.sglang,

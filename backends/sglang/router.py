@@ -8,8 +8,8 @@ What this module keeps true:
 - a router of our own lives as long as the outermost `async with`: it ends with it, however that is left, and with this
   process, however that dies (Linux);
 - what it writes goes to the log `rolloutbus.sglang`, and its last lines are in the error when it ends unasked;
-- it takes requests of one kind only, and loses parts of those: `lost_by_router` and `WORKERS_ONLY` say what, as
-  observed with version `ROUTER_VERSION`.
+- it passes on `/generate` and little else, and loses parts of that: `lost_by_router` says which, as observed with
+  version `ROUTER_VERSION`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from eventbus.imports import optional_dependency
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["ROUTER_VERSION", "WORKERS_ONLY", "CircuitBreaker", "RouterError", "SGLangRouter", "lost_by_router"]
+__all__ = ["ROUTER_VERSION", "CircuitBreaker", "RouterError", "SGLangRouter", "lost_by_router"]
 
 logger = logging.getLogger("rolloutbus.sglang")
 
@@ -53,15 +53,6 @@ _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 ROUTER_VERSION: Final = "0.3.2"
 """Of sglang-router: what this module says of routers was observed with it."""
-
-WORKERS_ONLY: Final = frozenset(
-    "/abort_request /pause_generation /continue_generation /update_weights_from_disk /update_weights_from_distributed "  # noqa: SIM905
-    "/update_weights_from_tensor /update_weights_from_ipc /init_weights_update_group /destroy_weights_update_group "
-    "/begin_weight_update /end_weight_update /update_weight_version /get_weights_by_name /weights_checker "
-    "/release_memory_occupation /resume_memory_occupation /model_info /server_info /ready /ping /v1/loads /encode "
-    "/open_session /close_session /start_profile".split()
-)
-"""Paths that a router answers with 404: ask each of `SGLangRouter.workers()`. `/flush_cache` it passes to all."""
 
 _PASSED: Final = frozenset(
     "rid text input_ids input_embeds sampling_params return_logprob logprob_start_len top_logprobs_num "  # noqa: SIM905
