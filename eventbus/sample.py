@@ -108,6 +108,29 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_default
             return self.response_length
         return self.response_length - self.loss_mask.tobytes().count(0)
 
+    def append_observation(self, text: str, tokens: Sequence[int]) -> None:
+        """Append what the model did not write, such as a tool's result: the model reads it, no loss is taken on it.
+
+        Its tokens get the loss mask 0 and the log-prob 0.0, belong to no weight span, and count in the budget of the
+        response (`max_new_tokens`). The status is PENDING then: `Generate` goes on from here.
+
+        :param tokens: those of `text`, without the special tokens that a tokenizer puts at the beginning of a text.
+        """
+        length = len(tokens)
+        self.tokens += tokens  # first: it refuses what is no token
+        if self.loss_mask is None:
+            self.loss_mask = LossMask([1] * self.response_length)
+        self.loss_mask += [0] * length
+        if self.rollout_log_probs is not None:
+            self.rollout_log_probs += [0.0] * length
+        if self.teacher_log_probs is not None:
+            self.teacher_log_probs += [0.0] * length
+        if self.rollout_top_p_token_offsets is not None:
+            self.rollout_top_p_token_offsets += self.rollout_top_p_token_offsets[-1:] * length
+        self.response += text
+        self.response_length += length
+        self.status = SampleStatus.PENDING
+
     def copy(self) -> Sample:
         """A copy that shares no mutable state a stage would change: columns, lists, dicts and sets are its own, at any
         depth. Tensors and other objects inside them, and the replay fields, are shared.

@@ -35,6 +35,47 @@ def test_loss_tokens_count_the_mask() -> None:
     assert sample.loss_tokens == 0
 
 
+def test_an_observation_is_read_and_not_learned() -> None:
+    sample = Sample(
+        tokens=Tokens([1, 2, 3]),
+        response="x",
+        response_length=2,
+        rollout_log_probs=LogProbs([-0.5, -0.25]),
+        teacher_log_probs=LogProbs([-1.0, -1.0]),
+        weight_versions=[WeightSpan("1", 0, 2)],
+        status=SampleStatus.COMPLETED,
+        rollout_top_p_token_ids=Tokens([7, 8, 9]),
+        rollout_top_p_token_offsets=Tokens([0, 1, 3]),
+    )
+    sample.append_observation(" 42", [5, 6])
+    assert sample == Sample(
+        tokens=Tokens([1, 2, 3, 5, 6]),
+        response="x 42",
+        response_length=4,
+        loss_mask=LossMask([1, 1, 0, 0]),
+        rollout_log_probs=LogProbs([-0.5, -0.25, 0.0, 0.0]),
+        teacher_log_probs=LogProbs([-1.0, -1.0, 0.0, 0.0]),
+        weight_versions=[WeightSpan("1", 0, 2)],
+        rollout_top_p_token_ids=Tokens([7, 8, 9]),
+        rollout_top_p_token_offsets=Tokens([0, 1, 3, 3, 3]),
+    )
+    assert type(sample.loss_mask) is LossMask
+
+
+def test_an_observation_keeps_the_mask_that_is_there() -> None:
+    sample = Sample(tokens=Tokens([1, 2]), response_length=1, loss_mask=LossMask([0]))
+    sample.append_observation("", Tokens([3]))
+    assert sample.loss_mask == [0, 0]
+    assert sample.rollout_log_probs is None
+
+
+def test_an_observation_that_is_none_changes_nothing() -> None:
+    sample = Sample(tokens=Tokens([1, 2]), response_length=1, status=SampleStatus.COMPLETED)
+    with pytest.raises(TypeError):
+        sample.append_observation("42", "42")  # type: ignore[arg-type]
+    assert sample == Sample(tokens=Tokens([1, 2]), response_length=1, status=SampleStatus.COMPLETED)
+
+
 def test_status_is_its_value() -> None:
     assert Sample.Status is SampleStatus
     assert str(SampleStatus.ABORTED) == "aborted"

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 
 from backends.simulated import SimulatedEngine
-from eventbus import BatchSpec, Completion, LossMask, Pipeline, Prompts, Sample, SampleStatus
+from eventbus import BatchSpec, Completion, Pipeline, Prompts, Sample, SampleStatus
 from middleware import Generate
 
 
@@ -39,20 +39,13 @@ class Agent:
             began = anyio.current_time()
             result = await self.tools[call[1]](call[2])
             sample.non_generation_time += anyio.current_time() - began
-            append_unlearned(sample, f" {result} ")
-            sample.status = SampleStatus.PENDING  # Generate goes on from here
+            sample.append_observation(f" {result} ", tokenize(f" {result} "))
         sample.status = SampleStatus.TRUNCATED
 
 
-def append_unlearned(sample: Sample, text: str) -> None:
-    """Append what the model did not write: it is seen by the model, and no loss is taken on it."""
-    tokens = list(text.encode())  # with a real model: tokenizer.encode(text, add_special_tokens=False)
-    sample.loss_mask = (sample.loss_mask or LossMask([1] * sample.response_length)) + [0] * len(tokens)
-    if sample.rollout_log_probs is not None:
-        sample.rollout_log_probs += [0.0] * len(tokens)
-    sample.tokens += tokens
-    sample.response += text
-    sample.response_length += len(tokens)
+def tokenize(text: str) -> list[int]:
+    """With a real model: tokenizer.encode(text, add_special_tokens=False)."""
+    return list(text.encode())
 
 
 def score(sample: Sample) -> None:
@@ -63,7 +56,7 @@ def answer(sample: Sample) -> Completion:
     """From a script. The simulated engine wants the whole response, what is there already included."""
     turns = ["[lookup capital of France]", "[lookup mayor of Paris]", "It has a mayor."]
     text = sample.response + turns[sample.response.count("]")]
-    return Completion(text, tokens=list(text.encode()), log_probs=[-0.1] * len(text))
+    return Completion(text, tokens=tokenize(text), log_probs=[-0.1] * len(text))
 
 
 async def main() -> None:

@@ -15,7 +15,7 @@ import re
 import anyio
 
 from backends.simulated import SimulatedEngine
-from eventbus import BatchSpec, CallNext, Completion, LossMask, Pipeline, Prompts, Sample, SampleStatus
+from eventbus import BatchSpec, CallNext, Completion, Pipeline, Prompts, Sample, SampleStatus
 from middleware import Generate
 
 
@@ -25,20 +25,9 @@ async def use_calculator(sample: Sample, call_next: CallNext) -> Sample:
         call = re.search(r"\((\d+)\*(\d+)\)$", sample.response)
         if call is None or sample.status is not SampleStatus.COMPLETED:
             break
-        append_unlearned(sample, f" -> {int(call[1]) * int(call[2])}")
-        sample.status = SampleStatus.PENDING  # not done: Generate goes on from here
+        result = f" -> {int(call[1]) * int(call[2])}"
+        sample.append_observation(result, tokenize(result))  # Generate goes on from here
     return sample
-
-
-def append_unlearned(sample: Sample, text: str) -> None:
-    """Append what the model did not write: it is seen by the model, and no loss is taken on it."""
-    tokens = tokenize(text)
-    sample.loss_mask = (sample.loss_mask or LossMask([1] * sample.response_length)) + [0] * len(tokens)
-    if sample.rollout_log_probs is not None:
-        sample.rollout_log_probs += [0.0] * len(tokens)
-    sample.tokens += tokens
-    sample.response += text
-    sample.response_length += len(tokens)
 
 
 def tokenize(text: str) -> list[int]:
