@@ -19,7 +19,7 @@ from eventbus.log.inspect.check import check
 from middleware import Generate, Recorder, mask_offpolicy
 from tests import sglang_real, sglang_servers
 from tests.sglang_fake import Front
-from tests.sglang_real import asked, load, until_running, worst_difference
+from tests.sglang_real import asked, until_running, worst_difference
 from tests.sglang_servers import Server
 
 pytestmark = [pytest.mark.asyncio, *sglang_real.MARKS]
@@ -59,6 +59,8 @@ class Between(Front):
         self.chunks = chunks
         self.bodies: list[dict[str, Any]] = []
         """Generate requests that came."""
+        self.passed: Counter[str] = Counter()
+        """Events of streams, by the rid of the request."""
         self.aborted: list[str] = []
 
     def routes(self) -> list[web.RouteDef]:
@@ -66,9 +68,10 @@ class Between(Front):
 
     async def _pass(self, http: web.Request) -> web.StreamResponse:
         data = await http.read()
-        lost = False
+        lost, rid = False, ""
         if http.path == "/generate":
             self.bodies.append(json.loads(data))
+            rid = self.bodies[-1]["rid"]
             lost, self.lose = self.lose > 0, max(0, self.lose - 1)
         elif http.path == "/abort_request":
             self.aborted.append(json.loads(data)["rid"])
@@ -89,6 +92,7 @@ class Between(Front):
                     return self._broken(http)
                 await reply.write(chunk)
                 passed += 1
+                self.passed[rid] += chunk.count(b"data:")
             return reply
 
     def _broken(self, http: web.Request) -> web.Response:
@@ -223,10 +227,10 @@ async def test_what_is_unfinished_starts_again_or_goes_on(real_url: str, unfinis
             sample.rollout_log_probs = LogProbs([-1.0] * 295)
 
     async def wait_for_the_other(sample: Sample) -> None:
-        while sample.index == 0 and (await load(real_url))["num_used_tokens"] < 20:
+        while sample.index == 0 and max(between.passed.values()) < 20:  # of its own there are 5 and an end
             await asyncio.sleep(0.01)
 
-    async with Between(real_url) as between, engine_of(between.url, routed=True) as engine:
+    async with Between(real_url) as between, engine_of(between.url, routed=True, stream=True) as engine:
         pipeline = Pipeline(
             prompts(2),
             [nearly_done, Generate(engine, LONG), wait_for_the_other, mask_offpolicy],
