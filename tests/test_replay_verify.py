@@ -31,6 +31,7 @@ from eventbus import (
     current_rollout,
 )
 from eventbus.replay import ReplayError
+from eventbus.replay.report import VerifyReport
 from eventbus.replay.run import _Job
 from eventbus.testing import virtual_time
 from middleware import DynamicFilter, Generate, GroupAdvantage, Recorder, group_stage, reward_nonzero_std, sample_stage
@@ -462,6 +463,16 @@ def test_what_could_not_be_read_is_told_once_per_kind(tmp_path: Path) -> None:
     report = Replay(LogReader(path), stages).verify()
     assert report.same
     assert sum("payload='none'" in note for note in report.notes) == 1
+
+
+def test_notes_that_say_the_same_of_several_rounds_are_told_as_one() -> None:
+    report = VerifyReport(notes=["rollout 0: cut: off", "alone", "rollout 1: cut: off", "rollout 2: gone", "other"])
+    assert str(report).splitlines()[1:] == [
+        "note: rollout 0 and 1 more: cut: off",
+        "note: alone",
+        "note: rollout 2: gone",
+        "note: other",
+    ]
 
 
 def test_a_log_without_a_rollout_is_not_called_the_same(tmp_path: Path) -> None:

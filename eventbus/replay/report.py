@@ -45,7 +45,7 @@ class VerifyReport(msgspec.Struct):
         else:
             lines = [f"the same: {counts}" if self.rounds else "nothing was verified: there is no rollout to read"]
         lines += [f"not verified: {name}: {why}" for name, why in self.not_verified.items()]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"note: {note}" for note in _folded(self.notes)]
         return "\n".join(lines)
 
 
@@ -160,7 +160,7 @@ class WhatIfReport(msgspec.Struct):
                 yield name, f"{change.old} -> {change.new}"
         for reason, change in [] if self.same else sorted(self.reasons.items()):
             yield f"reason {reason}", f"{change.old} -> {change.new}"
-        for note in self.notes:
+        for note in _folded(self.notes):
             yield "note", note
 
 
@@ -173,6 +173,19 @@ def _sums(counts: list[dict[str, Change]]) -> dict[str, Change]:
         )
         for name in names
     }
+
+
+def _folded(notes: list[str]) -> Iterator[str]:
+    """Those that say the same of several rounds, as one."""
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        where, colon, what = note.partition(": ")
+        alike.setdefault(colon + what or note, []).append(where)
+    for what, (first, *others) in alike.items():
+        if what.startswith(": "):
+            yield first + (f" and {len(others)} more" if others else "") + what
+        else:
+            yield what
 
 
 def _counted(number: int, what: str) -> str:
