@@ -245,8 +245,10 @@ def at_least_one(name: str, value: int) -> int:
 
 def _like(stage: Callable[..., Any], inner: Stage, function: Callable[..., Awaitable[Any]]) -> DeclaredStage:
     """`function` with all that the pipeline reads off `stage`."""
+    wrapped = wraps(stage, updated=())(function)
+    wrapped.inside = stage  # type: ignore[attr-defined]  # what a log keeps in its place
     return DeclaredStage(
-        wraps(stage, updated=())(function),
+        wrapped,
         inner.level,
         name=inner.name,
         external=inner.external,

@@ -7,7 +7,8 @@ closed. Recording a pipeline is `middleware.Recorder`.
 from eventbus.log.format import LogError, LogHeader, Round, StageNote
 from eventbus.log.reader import Damage, LogReader, RecordedGroup, RecordedRollout, RecordedSample
 from eventbus.log.recover import RecoverReport, recover
-from eventbus.log.writer import LogWriter, stage_notes
+from eventbus.log.stages import stage_notes
+from eventbus.log.writer import LogWriter
 
 __all__ = [
     "Damage",

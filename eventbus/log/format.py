@@ -98,6 +98,11 @@ class LogError(Exception):
     """A log that cannot be written or read: which file, where, why, and what to do."""
 
 
+def printable(text: str) -> str:
+    """Without lone surrogates, which names of files may have and JSON may not."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class StageNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stage of the pipeline that was recorded."""
 
@@ -108,6 +113,8 @@ class StageNote(msgspec.Struct, frozen=True, omit_defaults=True):
     path: str | None = None
     """`module:name` under which the function or class can be imported."""
     repr: str = ""
+    table: dict[str, Any] | None = None
+    """What a configuration would say of it, where that makes it anew."""
 
 
 class LogHeader(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -45,12 +45,12 @@ from eventbus.log.format import (
     StoredColumns,
     channels,
     metadata_record,
+    printable,
 )
 from eventbus.sample import Sample
-from eventbus.stage import DeclaredStage, Stage
 from eventbus.wire import SCHEMA_VERSION, encode
 
-__all__ = ["LogWriter", "create", "stage_notes"]
+__all__ = ["LogWriter", "create"]
 
 _CHUNK_SIZE: Final = 1 << 20
 _FLUSH_AFTER: Final = 0.05
@@ -117,11 +117,11 @@ class LogWriter:
             library=f"rolloutbus {_version('rolloutbus') or ''}".strip(),
             schema_version=SCHEMA_VERSION,
             payload=payload,
-            config=None if config is None else _text(config),
+            config=None if config is None else printable(config),
             stages=list(stages),
             versions=_versions(),
             started_ns=time.time_ns(),
-            command=list(map(_text, sys.argv)),
+            command=list(map(printable, sys.argv)),
         )
         self._thread = threading.Thread(target=self._run, name=f"rolloutbus log {self.path.name}", daemon=True)
         try:
@@ -388,38 +388,6 @@ class LogWriter:
         failure = self._failure(self._error)
         failure.__cause__ = self._error
         return failure
-
-
-def stage_notes(stages: Iterable[Stage]) -> list[StageNote]:
-    """What a log keeps of a pipeline's stages."""
-    return [
-        StageNote(stage.name, stage.level, stage.external, stage.on_error, _import_path(stage.function), _shown(stage))
-        for stage in stages
-    ]
-
-
-def _import_path(function: Any) -> str | None:
-    """Under which path a stage's function, or the class of its object, can be imported."""
-    while isinstance(function, DeclaredStage | partial):
-        function = function.function if isinstance(function, DeclaredStage) else function.func
-    owner = function if hasattr(function, "__qualname__") else type(function)
-    module, name = getattr(owner, "__module__", None), owner.__qualname__
-    found: Any = None if module in (None, "__main__") else sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return None if found is None else f"{module}:{name}"
-
-
-def _text(text: str) -> str:
-    """Without lone surrogates, which names of files may have and JSON may not."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _shown(stage: Stage) -> str:
-    try:
-        return _text(repr(stage.function)[:500])
-    except Exception as error:
-        return f"<{type(stage.function).__qualname__}, whose repr raised {type(error).__name__}>"
 
 
 _GroupKey = tuple[int, bool, int | None]
