@@ -36,7 +36,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path, PurePath
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Protocol, Union, get_args, get_origin
 
 import msgspec
 
@@ -47,7 +47,18 @@ from eventbus.pipeline import Pipeline
 from eventbus.prompts import JsonlPrompts
 from eventbus.stage import DeclaredStage, OnError
 
-__all__ = ["ConfigError", "RunPlan", "build", "build_stage", "load_config", "load_plan", "override", "parse_value"]
+__all__ = [
+    "ConfigError",
+    "Reach",
+    "RunPlan",
+    "build",
+    "build_stage",
+    "load_config",
+    "load_plan",
+    "override",
+    "parse",
+    "parse_value",
+]
 
 LARGEST_FILE: Final = 1 << 20
 """Bytes of a configuration."""
@@ -141,7 +152,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: is not UTF-8: {error.reason} at byte {error.start}") from None
     try:
-        config = _parsed(text)
+        config = parse(text)
     except ValueError as error:
         raise ConfigError(f"{path}:{_located(str(error), text)}") from None
     for each in overrides:
@@ -177,16 +188,27 @@ def build(config: Mapping[str, Any], base: Path, observers: Sequence[Observer] =
     return RunPlan(pipeline, trainer, run.rollouts, run.ahead, run.backend, base / report.plot)
 
 
-def build_stage(table: Mapping[str, Any], path: str, base: Path, engine: Any) -> Any:
+class Reach(Protocol):
+    """How far a table reaches that somebody else has written."""
+
+    def load(self, path: str) -> Any:
+        """As `load_object`. :raises LoadError: also where the name may not lead."""
+
+    def refused_path(self, path: Path) -> str | None:
+        """Why a path is not to be given to anything."""
+
+
+def build_stage(table: Mapping[str, Any], path: str, base: Path, engine: Any, reach: Reach | None = None) -> Any:
     """Build what one table [[stages]] says.
 
     :param path: that of the table, for the errors: "stages[2]".
     :param base: the folder at which relative paths start.
     :param engine: what parameters named `engine` get.
+    :param reach: what the table may name; without it anything.
     :raises ConfigError: the table has a mistake.
     :raises Exception: whatever a module raises while it is imported.
     """
-    builder = _Builder(base)
+    builder = _Builder(base, reach)
     builder.engine = engine
     return builder.stage(table, path)
 
@@ -194,8 +216,9 @@ def build_stage(table: Mapping[str, Any], path: str, base: Path, engine: Any) ->
 class _Builder:
     """Turns tables into objects; `path` is always that of the table, for the errors."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, reach: Reach | None = None) -> None:
         self.base = base
+        self.reach = reach
         self.engine: Any = _NOT_SHARED
 
     def prompts(self, table: Mapping[str, Any]) -> Any:
@@ -266,7 +289,7 @@ class _Builder:
             raise ConfigError(f"{path}.use: missing; name a class or function, as in use = 'package.module:name'")
         name = self.checked(table["use"], str, f"{path}.use")
         with _at(f"{path}.use", LoadError):
-            target = load_object(name)
+            target = load_object(name) if self.reach is None else self.reach.load(name)
         arguments = {key: value for key, value in table.items() if key != "use"}
         if inspect.isclass(target) and not (_takes_class(annotation) and not arguments):
             return self.called(target, arguments, path, also)
@@ -360,7 +383,10 @@ class _Builder:
         if isinstance(value, str) and _is_path(annotation):
             if "\0" in value:
                 raise ConfigError(f"{path}: a path cannot hold a null character")
-            return self.base / Path(value).expanduser()
+            place = self.base / Path(value).expanduser()
+            if self.reach is not None and (why := self.reach.refused_path(place)):
+                raise ConfigError(f"{path}: {why}")
+            return place
         try:
             return msgspec.convert(value, annotation)
         except msgspec.ValidationError as error:
@@ -506,8 +532,13 @@ def _did_you_mean(name: str, there: Iterable[str]) -> str:
 # --set
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """:raises ValueError: it is no TOML, or nested too deeply."""
+def parse(text: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    :raises ValueError: it is no TOML, larger than `LARGEST_FILE`, or nested too deeply.
+    """
+    if len(text) > LARGEST_FILE:
+        raise ValueError(f"Larger than {LARGEST_FILE >> 10} KiB")
     if deep := _DEEP_KEY.search(text):
         line = text.count("\n", 0, deep.start()) + 1
         raise ValueError(f"A key of more than {DEEPEST_KEY} parts (at line {line}, column 1)")
@@ -585,7 +616,7 @@ def _name(entry: Any) -> str:
 def parse_value(text: str) -> Any:
     """A TOML value, else the text itself."""
     try:
-        parsed = _parsed(f"value = {text}")
+        parsed = parse(f"value = {text}")
     except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text

@@ -17,9 +17,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-__all__ = ["EXTRAS", "LoadError", "load_object", "optional_dependency"]
+__all__ = ["EXTRAS", "Gate", "LoadError", "load_object", "load_through", "optional_dependency"]
 
 EXTRAS: Final[Mapping[str, str]] = {
     "aiohttp": "sglang",
@@ -53,9 +53,26 @@ def load_object(path: str) -> Any:
         a package that is not installed, or is shadowed by another of its name; or a module calls `sys.exit`.
     :raises Exception: whatever a module raises while it is imported.
     """
-    if not _well_formed(path):
-        raise LoadError(f"cannot load {path!r}: write 'package.module:attribute', such as 'my_stages:tag_source'")
-    return _load(path)
+    return _load(_checked(path))
+
+
+class Gate(Protocol):
+    """Says where a name of somebody else's may lead, step by step."""
+
+    def refused_module(self, name: str) -> str | None:
+        """Why a module is not to be imported. Asked before it is; what contains it has been."""
+
+    def refused_object(self, found: Any) -> str | None:
+        """Why what an attribute gave is not to be had."""
+
+
+def load_through(gate: Gate, path: str) -> Any:
+    """`load_object` for a name that is not trusted: no step is taken that the gate refuses.
+
+    :raises LoadError: as `load_object`; or the gate refuses a step, and says why.
+    :raises Exception: whatever a module raises while it is imported.
+    """
+    return _follow(_checked(path), gate)
 
 
 @contextmanager
@@ -78,6 +95,12 @@ def optional_dependency() -> Iterator[None]:
         ) from error
 
 
+def _checked(path: str) -> str:
+    if not _well_formed(path):
+        raise LoadError(f"cannot load {path!r}: write 'package.module:attribute', such as 'my_stages:tag_source'")
+    return path
+
+
 def _well_formed(path: object) -> bool:
     if not isinstance(path, str):
         return False
@@ -88,25 +111,36 @@ def _well_formed(path: object) -> bool:
 
 @cache
 def _load(path: str) -> Any:
+    return _follow(path, None)
+
+
+def _follow(path: str, gate: Gate | None) -> Any:
     module_path, colon, attribute_path = path.partition(":")
     first, *rest = module_path.split(".")
-    found: Any = _import(first, path)
+    found: Any = _import(first, path, gate)
     for part in rest:
         # Without a colon an attribute goes before a submodule: `middleware.timeout` is the function.
         if not colon and hasattr(found, part):
-            found = getattr(found, part)
+            found = _attribute(found, part, path, gate)
         elif isinstance(found, ModuleType) and (colon or _has_module(found, part)):
-            found = _import(f"{found.__name__}.{part}", path)
+            found = _import(f"{found.__name__}.{part}", path, gate)
         else:
             raise _no_attribute(path, found, part)
     for part in attribute_path.split(".") if colon else ():
-        if not hasattr(found, part):
-            raise _no_attribute(path, found, part)
-        found = getattr(found, part)
+        found = _attribute(found, part, path, gate)
     return found
 
 
-def _import(name: str, path: str) -> ModuleType:
+def _attribute(owner: Any, name: str, path: str, gate: Gate | None) -> Any:
+    if not hasattr(owner, name):
+        raise _no_attribute(path, owner, name)
+    found = getattr(owner, name)
+    if gate is not None and (why := gate.refused_object(found)):
+        raise LoadError(f"cannot load {path!r}: {why}")
+    return found
+
+
+def _import(name: str, path: str, gate: Gate | None) -> ModuleType:
     parent, _, last = name.rpartition(".")
     if parent and not hasattr(sys.modules[parent], "__path__"):
         raise LoadError(f"cannot load {path!r}: {parent!r} is a module, not a package; did you mean '{parent}:{last}'?")
@@ -115,6 +149,8 @@ def _import(name: str, path: str) -> ModuleType:
         raise LoadError(f"cannot load {path!r}: there is no module {name!r}{near}", name=name)
     if name in _SIBLINGS:
         _refuse_shadow(name)
+    if gate is not None and (why := gate.refused_module(name)):
+        raise LoadError(f"cannot load {path!r}: {why}", name=name)
     try:
         if name.partition(".")[0] in ("eventbus", *_SIBLINGS):
             with optional_dependency():

@@ -44,6 +44,7 @@ from eventbus.log.format import (
     LARGEST_RATIO,
     RECORD,
     LogHeader,
+    StageNote,
     channels,
     largest_content,
     metadata_record,
@@ -120,8 +121,15 @@ def read_reply(path: Path) -> str:
     return ""
 
 
+def read_replay(path: Path) -> str:
+    run = Replay(path)
+    list(run.steps())
+    return "; ".join(f"{name}: {why}" for name, why in run.verify().not_verified.items())
+
+
 READERS: dict[str, Callable[[Path], str]] = {
     "log": read_log,
+    "replay": read_replay,
     "prompts": read_prompts,
     "config": read_config,
     "debug_data": read_debug_data,
@@ -366,6 +374,35 @@ def test_logs_that_are_made_to_hurt(tmp_path: Path) -> None:
     for name, (_, text) in cases.items():
         assert found[name].startswith("read: "), f"{name}: {found[name]}"
         assert text in found[name], f"{name}: {found[name]}"
+
+
+def test_logs_whose_stages_are_made_to_hurt(tmp_path: Path) -> None:
+    """What a replay must not import, `test_replay_trust` has in full; here what is opened and started is watched."""
+    passwords = tmp_path / "passwords"
+    passwords.write_text("secret")
+    stages = {
+        "warm": 'use = "middleware:exact_match"\nretry = { attempts = 2, on = [{ use = "builtins:OSError" }] }',
+        "program": f'use = "subprocess:Popen"\nargs = ["cat", "{passwords}"]',
+        "file": f'use = "builtins:open"\nfile = "{passwords}"',
+        "class": f'use = "io:FileIO"\nfile = "{passwords}"',
+        "write": f'use = "eventbus.log:LogWriter"\npath = "{passwords}"\noverwrite = true',
+        "module": 'use = "antigravity:fly"',
+        "inside": 'use = "middleware.rewards:os.system"',
+        "server": 'use = "backends.sglang:SGLangRouter"\nworkers = []\npython = "/bin/true"',
+        "tokenizer": f'use = "middleware:Tokenize"\ntokenizer = "{tmp_path}"',
+    }
+    for name, stage in stages.items():
+        config = f"[[stages]]\nname = 'score'\n{stage}\n"
+        with LogWriter(tmp_path / name, config=config, stages=[StageNote("score", "sample")]) as writer:
+            for event, samples in ENTRIES:
+                writer.write_nowait(event, samples or None)
+    names = [name for name in stages if name != "warm"]
+    found = outcomes("replay", tmp_path / "warm", *(tmp_path / name for name in names))
+    assert found.keys() == set(names)
+    for name in names:
+        assert "score: stages[0].use: cannot load " in found[name], f"{name}: {found[name]}"
+        assert "if you trust the log: --trust" in found[name], f"{name}: {found[name]}"
+    assert passwords.read_text() == "secret"
 
 
 def test_what_the_writer_writes_its_reader_reads(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,9 +85,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with stages and a recorded run."""
+    """A folder with stages and a recorded run, in which one works."""
     before, path = dict(sys.modules), list(sys.path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "replay_stages.py").write_text(STAGES)
     importlib.invalidate_caches()
     yield tmp_path
@@ -146,8 +148,8 @@ def test_verify(run: Run, log: Path) -> None:
 def test_verify_with_the_stages_that_the_log_names(run: Run, log: Path) -> None:
     code, out, _ = run(log)
     assert code == 0
-    assert "not verified: DynamicFilter: it is an instance of middleware.filter:DynamicFilter" in out
-    assert "not verified: score" not in out
+    assert re.findall(r"not verified: (\w+)", out) == ["Generate"]  # it asked an engine
+    assert "2 batches" in out
 
 
 def test_verify_finds_changed_code(run: Run, log: Path, folder: Path) -> None:

@@ -117,6 +117,7 @@ def test_what_is_not_deterministic_is_named_with_its_fields(
     judge = f"stages.DynamicFilter.judge={{use='{module}:any_group'}}"
     rolloutbus(folder, ["run", "run.toml", "--quiet", "--rollouts", "1", "--set", judge], [])
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
     for _ in range(2):
         found = Replay(folder / "run.mcap").verify().divergence
         if field is None:

@@ -50,6 +50,8 @@ class LogReader:
         self._contents: OrderedDict[int, tuple[memoryview, dict[tuple[int, int], tuple[int, int]]]] = OrderedDict()
         """Column chunks that were read last, by position: their content, and where each message is in it."""
         self._held = 0
+        self._allowed: int | None = None
+        """Bytes of columns that may still be read."""
         self._rounds: list[Round] | None = None
         self._sort()
         self.header = self._header()
@@ -185,6 +187,12 @@ class LogReader:
             [self._bind(_recorded_sample(one.sample), one.columns, source, i, j) for j, one in enumerate(execution)]
             for i, execution in enumerate(shown)
         ]
+
+    def allow(self, size: int | None) -> None:
+        """Have columns of at most so many bytes read from now on, for whoever keeps what is read: a log may show one
+        column in any number of samples. The one beyond is a `LogError`. None: of any size.
+        """
+        self._allowed = size
 
     # Reading chunks
 
@@ -342,6 +350,10 @@ class LogReader:
             if (raw := self._stored(place).values.get(name)) is None:
                 raise LogError(f"{self.path}: the columns of event {seq} are damaged: {name} is not where it should be")
             raws[name] = raw
+        if self._allowed is not None:
+            self._allowed -= sum(map(len, raws.values()))
+            if self._allowed < 0:
+                raise LogError(f"{self.path}: its samples hold far more than the file does, one column many times over")
         fields = {}
         for name, raw in raws.items():
             if (read := _heavy.get(name)) is None:  # of a newer writer

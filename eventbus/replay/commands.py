@@ -31,8 +31,9 @@ from eventbus.log import LogError, LogReader
 from eventbus.pipeline import Pipeline
 from eventbus.prompts import Prompts
 from eventbus.replay.engine import ReplayEngine
-from eventbus.replay.record import ReplayError, RoundRecord
+from eventbus.replay.record import ReplayError, RoundRecord, limited
 from eventbus.replay.replay import Replay, Step
+from eventbus.replay.report import for_terminal
 from eventbus.replay.stages import Known, changed_option, declared, look_beside, named_in, option_value, replacement
 from eventbus.stage import ContractError, Stage
 
@@ -54,6 +55,7 @@ def replay(
     stop_at: Annotated[list[str] | None, Parameter(name="--break", negative=(), consume_multiple=True)] = None,
     speed: float | None = None,
     run_external: Annotated[bool, Parameter(negative=())] = False,
+    trust: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Run the stages of a recorded run again, without its engine.
 
@@ -67,8 +69,9 @@ def replay(
 
         rolloutbus replay run.mcap --rollout 137 --break stage=judge sample=1234
 
-    The stages are those that the log names; a module is looked for beside the log and in the current folder. A stage
-    that cannot be had answers from the record. The exit code is 1 when something differs, 2 when it cannot be done.
+    The stages are those that the log names, as far as they are stages of rolloutbus or lie in the current folder or
+    below it; others answer from the record, and are named. The exit code is 1 when something differs, 2 when it cannot
+    be done.
 
     :param log: the log.
     :param verify: run the same stages and stop at the first event that differs; what is done without other options.
@@ -80,6 +83,8 @@ def replay(
     :param stop_at: stop in front of a stage with a Python prompt: stage=NAME, group=N, sample=N.
     :param speed: run a live pipeline on the recorded answers, so many times as fast as they came; inf for at once.
     :param run_external: run stages marked external again instead of answering from the record.
+    :param trust: import and run whatever the log names, also beside it, with the options that it gives: for a log that
+        was written by somebody whose programs you would run.
     """
     with _one_line():
         changes = [_pair(text, "--with", "NAME=package.module:stage") for text in replaced or ()]
@@ -91,9 +96,9 @@ def replay(
             raise ReplayError(f"--speed {speed:g}: how many times as fast as recorded, more than 0")
         where = _places(stop_at or ())
         reader = LogReader(log)
-        look_beside(reader)
+        look_beside(reader, trust=trust)
         stages = None if pipeline is None else _stages(pipeline)
-        run = Replay(reader, stages, run_external=run_external)
+        run = Replay(reader, stages, run_external=run_external, trust=trust)
         console = Console(soft_wrap=True)
         if changes or options:
             code = _what_if(run, changes, options, rollout, console, from_config=pipeline is None)
@@ -103,10 +108,10 @@ def replay(
             code = _live(run, speed, rollout, console)
         else:
             report = run.verify(rollout)
-            console.print(str(report), markup=False, highlight=False)
+            console.print(for_terminal(str(report)), markup=False, highlight=False)
             code = 0 if report.same else 1
         for damage in reader.damage:
-            print(f"{log}: {damage}", file=sys.stderr)
+            print(for_terminal(f"{log}: {damage}"), file=sys.stderr)
     sys.exit(code)
 
 
@@ -142,7 +147,7 @@ def _what_if(
             raise ReplayError(f"--set {name}.name=...: a replay finds the stage in the log by its name")
     if from_config and options and run.log.header.config is not None:
         lines = [f"stages.{name}.{option}={_as_toml(value)}" for name, option, value in options]
-        known = {each.name: each for each in named_in(run.log, lines)}
+        known = {each.name: each for each in named_in(run.log, lines, trust=run.trust)}
         for name in names:
             if known[name].stage is None:
                 raise ReplayError(f"--set {name}...: {known[name].missing}")
@@ -219,21 +224,23 @@ def _live(run: Replay, speed: float, rollouts: list[int] | None, console: Consol
             continue
         engine = ReplayEngine(run.log, speed)
         stages = [_on_engine(known, engine) for known in run.stages]
-        prompts = engine.prompts(number)
-        try:
-            live = Pipeline(
-                Prompts(prompts, round.group_size), stages, msgspec.convert(round.spec, BatchSpec), args=run._args
-            )
-        except (ValueError, TypeError) as error:
-            raise ReplayError(f"rollout {number}: {error}") from error
-        kept, summary = anyio.run(partial(_one, live, number))
+        with limited(run.log):
+            try:
+                spec = msgspec.convert(round.spec, BatchSpec)
+                if spec.on_exhausted == "wrap":  # nothing was generated twice
+                    spec = msgspec.structs.replace(spec, on_exhausted="error")
+                prompts = Prompts(engine.prompts(number), engine.group_size)
+                live = Pipeline(prompts, stages, spec, args=run._args)
+            except (ValueError, TypeError) as error:
+                raise ReplayError(f"rollout {number}: {error}") from error
+            kept, summary = anyio.run(partial(_one, live, number))
         before = round.finished.summary if round.finished is not None else None
         was = list(round.assembled.groups) if isinstance(round.assembled, BatchAssembled) else []
         same = same and kept == was
-        console.print(f"recorded  {before if before is not None else 'unfinished'}", highlight=False, markup=False)
-        console.print(f"now       {summary}", highlight=False, markup=False)
+        told = [f"recorded  {before if before is not None else 'unfinished'}", f"now       {summary}"]
         if kept != was:
-            console.print(f"          the batch had groups {was}, and has {kept}", highlight=False, markup=False)
+            told.append(f"          the batch had groups {was}, and has {kept}")
+        console.print(for_terminal("\n".join(told)), highlight=False, markup=False)
     return 0 if same else 1
 
 
@@ -326,5 +333,5 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except _MISTAKES as error:
-        print(str(error), file=sys.stderr)
+        print(for_terminal(str(error)), file=sys.stderr)
         sys.exit(2)

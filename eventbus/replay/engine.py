@@ -15,9 +15,9 @@ from anyio.lowlevel import checkpoint
 
 from eventbus.columns import LogProbs
 from eventbus.context import current_rollout
-from eventbus.events import GroupEnded, GroupSubmitted, RolloutStarted, SampleGenerated
+from eventbus.events import GroupEnded, GroupSubmitted, SampleGenerated
 from eventbus.log import LogReader
-from eventbus.replay.record import RecordedLog, ReplayError, plain
+from eventbus.replay.record import RecordedLog, ReplayError, plain, sound
 from eventbus.sample import Completion, Sample, SampleStatus, WeightSpan
 
 __all__ = ["ReplayEngine"]
@@ -73,12 +73,19 @@ class ReplayEngine:
     def group_size(self) -> int:
         """Executions per prompt.
 
-        :raises ReplayError: the log has no rollout.
+        :raises ReplayError: the log has no rollout with a group, or its groups differ in this.
         """
-        for event in self._log.events(("rollout_started",)):
-            if isinstance(event, RolloutStarted) and not event.evaluation:
-                return event.group_size
-        raise ReplayError("the log has no rollout")
+        sizes = {
+            len(event.executions): event
+            for event in sound(self._log.events(("group_submitted",), evaluation=False))
+            if isinstance(event, GroupSubmitted)
+        }
+        if len(sizes) > 1:
+            told = " and ".join(f"group {event.group_index} has {size}" for size, event in sizes.items())
+            raise ReplayError(f"the groups of the log have not one number of executions: {told}")
+        if not sizes:
+            raise ReplayError("the log has no rollout with a group")
+        return sizes.popitem()[0]
 
     def prompts(self, rollout: int | None = None, *, evaluation: bool = False) -> list[Sample]:
         """The recorded prompts in the order in which they were asked for, each once: for `Prompts`.
@@ -86,7 +93,7 @@ class ReplayEngine:
         :param rollout: only those of one round; with `evaluation` of an evaluation.
         """
         prompts: dict[int, Sample] = {}
-        for event in self._log.events(("group_submitted",), rollout=rollout, evaluation=evaluation):
+        for event in sound(self._log.events(("group_submitted",), rollout=rollout, evaluation=evaluation)):
             if isinstance(event, GroupSubmitted) and event.group_index not in prompts:
                 prompts[event.group_index] = plain(self._log.samples(event)[0][0])
                 prompts[event.group_index].group_index = event.group_index
@@ -151,7 +158,7 @@ class ReplayEngine:
     def _round(self, rollout: int, evaluation: bool) -> _Answers:
         answers = self._answers.get((rollout, evaluation))
         if answers is None:
-            events = self._log.events(_KINDS, rollout=rollout, evaluation=evaluation)
+            events = sound(self._log.events(_KINDS, rollout=rollout, evaluation=evaluation))
             answers = self._answers[rollout, evaluation] = _Answers(rollout, evaluation, events)
         return answers
 
@@ -178,7 +185,7 @@ class ReplayEngine:
         """What was generated for the same in the nearest other rollout."""
         if self._all is None:
             self._all = {}
-            for event in self._log.events(("sample_generated",)):
+            for event in sound(self._log.events(("sample_generated",))):
                 if isinstance(event, SampleGenerated) and event.status is not SampleStatus.ABORTED:
                     self._all.setdefault((event.evaluation, event.group_index, event.index), []).append(event)
         group, index = key

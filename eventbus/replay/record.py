@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
+from eventbus.batching import BatchSpec
 from eventbus.columns import Column, Tokens
 from eventbus.events import (
     AttemptEnded,
@@ -36,9 +38,11 @@ from eventbus.events import (
     StageApplied,
     StageFailed,
 )
+from eventbus.log import LogReader
 from eventbus.sample import Sample, SampleStatus
 
 __all__ = [
+    "FREE_COLUMNS",
     "Applied",
     "Attempt",
     "Change",
@@ -49,9 +53,17 @@ __all__ = [
     "ReplayError",
     "RoundRecord",
     "Trace",
+    "limited",
     "overwrite",
     "plain",
+    "sound",
 ]
+
+
+FREE_COLUMNS: Final = 1 << 30
+"""Bytes of columns that the replay of a round may read of any log."""
+COLUMNS_PER_BYTE: Final = 64
+"""For each byte of the log, if that is more. Without fan-outs a sample is read some three times."""
 
 
 class ReplayError(Exception):
@@ -76,6 +88,19 @@ class RecordedLog(Protocol):
     ) -> Iterator[Any]: ...
 
     def samples(self, event: Any) -> list[list[Sample]]: ...
+
+
+@contextmanager
+def limited(log: RecordedLog) -> Iterator[None]:
+    """While one round is replayed: what is read, and kept, of a file is in proportion to it."""
+    if not isinstance(log, LogReader):
+        yield
+        return
+    log.allow(max(FREE_COLUMNS, COLUMNS_PER_BYTE * log.size))
+    try:
+        yield
+    finally:
+        log.allow(None)
 
 
 class Applied:
@@ -261,7 +286,7 @@ class RoundRecord:
         """Events."""
         self._by_index: dict[int, GroupRecord] = {}
         self._by_execution: dict[int, GroupRecord] = {}
-        for event in events:
+        for event in sound(events):
             self.count += 1
             self._add(event)
 
@@ -347,6 +372,45 @@ class RoundRecord:
                 record.lost = True
         elif event.dropped is not None:
             record.lost = True
+
+
+def sound(events: Iterable[Any]) -> Iterator[Any]:
+    """The events, as long as each is in itself what a pipeline writes, whoever wrote the log.
+
+    :raises ReplayError: one is not.
+    """
+    for event in events:
+        if wrong := _wrong(event):
+            raise ReplayError(
+                f"{'evaluation' if event.evaluation else 'rollout'} {event.rollout_id}, event {event.seq} "
+                f"({event.kind}): {wrong}: no pipeline wrote that, so it cannot be replayed"
+            )
+        yield event
+
+
+def _wrong(event: Any) -> str | None:
+    if isinstance(event, RolloutStarted):
+        try:
+            msgspec.convert({"groups": 1} | {k: v for k, v in event.batch.items() if k in _OF_A_BATCH}, BatchSpec)
+        except ValueError as error:
+            return f"its settings are wrong: {error}"
+    elif isinstance(event, GroupSubmitted):
+        count = len(event.executions)
+        if not count or len(event.indices) != count or len(set(event.executions)) != count:
+            return f"it has {count} executions, not all different, or {len(event.indices)} indices for them"
+        if not event.samples or len(event.samples[0]) != 1 or len(event.samples) not in (1, 1 + count):
+            return f"it shows {len(event.samples)} rows of samples, not the prompt, and at most one for each execution"
+    elif isinstance(event, SampleGenerated) and [len(row) for row in event.samples] != [1]:
+        return "it does not show the one sample"
+    elif isinstance(event, GroupCompleted) or (isinstance(event, StageApplied) and event.execution is None):
+        if not all(event.samples):
+            return "it shows an execution without samples"
+    elif isinstance(event, StageApplied) and len(event.samples) > 1:
+        return f"it shows {len(event.samples)} rows of samples, not the one of its execution"
+    return None
+
+
+_OF_A_BATCH: Final = frozenset(BatchSpec.__struct_fields__)
 
 
 def overwrite(sample: Sample, other: Sample) -> Sample:

@@ -39,6 +39,7 @@ from eventbus.replay.record import (
     RecordedLog,
     ReplayError,
     RoundRecord,
+    limited,
     plain,
 )
 from eventbus.replay.report import RoundDifference, VerifyReport, WhatIfReport
@@ -147,8 +148,10 @@ class Replay:
 
     :param log: a `LogReader` or the path of a log.
     :param stages: the stages of the run, or the pipeline that has them. Without them those that the log names are
-        imported, from its configuration where it has one; one that cannot be had answers from the record.
+        imported, from its configuration where it has one, as far as they are stages of rolloutbus or lie in the
+        current folder or beside the program; one that cannot be had answers from the record.
     :param run_external: run stages marked `external` again, too.
+    :param trust: import and run whatever the log names, with the options that it gives.
     :param args: what the run had as `Pipeline(args=...)`; taken from a pipeline that is given.
     :raises ReplayError: the log names no stages and none are given.
     :raises LogError: the log cannot be read.
@@ -161,11 +164,13 @@ class Replay:
         *,
         run_external: bool = False,
         args: Any = None,
+        trust: bool = False,
     ) -> None:
         self.log: RecordedLog = LogReader(log) if isinstance(log, str | os.PathLike) else log
         self.run_external = run_external
+        self.trust = trust
         self._args = stages._args if isinstance(stages, Pipeline) and args is None else args
-        self._known = given(stages) if stages is not None else named_in(self.log)
+        self._known = given(stages) if stages is not None else named_in(self.log, trust=trust)
 
     @property
     def stages(self) -> list[Known]:
@@ -314,7 +319,8 @@ class Replay:
             if damaged := [hurt for hurt in getattr(log, "damage", ()) if _overlaps(hurt, part)]:
                 notes.append(f"{round}: left out, since events of it are missing: {damaged[0]}")
             elif round.started is not None or round.groups:  # else known by its end only
-                yield round
+                with limited(log):
+                    yield round
         for hurt in getattr(log, "damage", ()) if rollouts is None else ():
             if not any(_overlaps(hurt, part) for part in rounds):
                 notes.append(f"something may be missing: {hurt}")
@@ -588,7 +594,6 @@ class _Steps:
             if isinstance(event, GroupJudged) or event.stage not in self.known:
                 continue
             verdict, held = verdict_of(record, event)
-            counted = self._real(event.stage).counts and verdict is not None
             count = {
                 "remaining": verdict.remaining if verdict is not None and verdict.remaining is not None else 1,
                 "target": self.round.target,
@@ -602,7 +607,7 @@ class _Steps:
                 why_not,
                 self.offers,
                 group=_copied(group),
-                count=count if counted else None,
+                count=count,
             )
             if only is None or event.stage == only:
                 yield step
@@ -612,7 +617,13 @@ class _Steps:
                 group.executions = [[plain(sample).copy() for sample in row] for row in log.samples(event)]
             elif why_not is None:
                 step.group = _copied(group)
-                result = step.run()
+                try:
+                    result = step.run()
+                except Exception as error:
+                    raise ReplayError(
+                        f"{self.round}, group {record.index}: stage {event.stage!r} raises {type(error).__name__}: "
+                        f"{error}, which it did not in the run"
+                    ) from error
                 group = result if isinstance(result, Group) else group
             judged(group, verdict, held, event.dropped)
 

@@ -10,7 +10,7 @@ import msgspec
 from eventbus.replay.record import Change
 from eventbus.replay.run import Divergence
 
-__all__ = ["RoundDifference", "VerifyReport", "WhatIfReport"]
+__all__ = ["RoundDifference", "VerifyReport", "WhatIfReport", "for_terminal"]
 
 
 class VerifyReport(msgspec.Struct):
@@ -129,7 +129,7 @@ class WhatIfReport(msgspec.Struct):
 
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for what, text in self._rows():
-            table.add_row(Text(what), Text(text))
+            table.add_row(Text(for_terminal(what)), Text(for_terminal(text)))
         return table
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -162,6 +162,11 @@ class WhatIfReport(msgspec.Struct):
             yield f"reason {reason}", f"{change.old} -> {change.new}"
         for note in _folded(self.notes):
             yield "note", note
+
+
+def for_terminal(text: str) -> str:
+    """Without what a terminal would obey: a reason or a name in a log may hold anything."""
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
 
 
 def _sums(counts: list[dict[str, Change]]) -> dict[str, Change]:

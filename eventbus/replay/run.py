@@ -318,7 +318,7 @@ class _Job:
         runner = self.runner
         if event.samples and (children := self._children(stage, event)) is not None:
             return children
-        shown = applied.generated if applied.generated is not None else event if event.samples else None
+        shown = applied.generated if applied.generated is not None else event if any(event.samples) else None
         if self.differs:
             if applied.generated is not None and (asked := sorted(self.differs & _ASKED)):
                 raise self.stop(

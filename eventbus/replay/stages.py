@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from difflib import get_close_matches
 from functools import partial
@@ -18,11 +17,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from eventbus.config import ConfigError, build_stage, override
+from eventbus.config import ConfigError, Reach, build_stage, override, parse, parse_value
 from eventbus.events import GroupJudged, StageApplied
 from eventbus.imports import LoadError, load_object
 from eventbus.pipeline import Pipeline
 from eventbus.replay.record import RecordedLog, ReplayError, RoundRecord
+from eventbus.replay.trust import Unasked
 from eventbus.stage import ContractError, DeclaredStage, Stage, bind, bind_all
 
 __all__ = [
@@ -65,15 +65,17 @@ def given(stages: Sequence[Any] | Pipeline) -> list[Known]:
     return [Known(stage.name, stage.level, stage, stage.external, stage.on_error) for stage in bound]
 
 
-def named_in(log: RecordedLog, overrides: Iterable[str] = ()) -> list[Known]:
-    """The stages that the log names. The folder of the log and the current one are put on `sys.path`.
+def named_in(log: RecordedLog, overrides: Iterable[str] = (), *, trust: bool = False) -> list[Known]:
+    """The stages that the log names, as far as `Unasked` has them imported; see `look_beside` for where they are found.
 
     :param overrides: `--set` arguments, such as "stages.judge.timeout=3", for a log with a configuration.
+    :param trust: import all that the log names.
     :raises ReplayError: the log names no stages.
     :raises ConfigError: an override is wrong.
     """
     header = log.header
-    base = look_beside(log)
+    base = look_beside(log, trust=trust)
+    reach = None if trust else Unasked(base, {name for each in overrides for name in _named(each)})
     notes = list(header.stages)
     tables = _tables(header.config)
     if not notes and not tables:
@@ -83,22 +85,24 @@ def named_in(log: RecordedLog, overrides: Iterable[str] = ()) -> list[Known]:
         for each in overrides:
             override(config, each)
         return [
-            _from_table(table, position, base, notes[position] if notes else None)
+            _from_table(table, position, base, reach, notes[position] if notes else None)
             for position, table in enumerate(config["stages"])
         ]
-    return [_from_note(note) for note in notes]
+    return [_from_note(note, base, reach) for note in notes]
 
 
-def look_beside(log: RecordedLog) -> Path:
-    """Have modules found in the folder of the log, where run.toml usually lies too, and in the current one.
+def look_beside(log: RecordedLog, *, trust: bool = False) -> Path:
+    """Have modules found in the current folder, and in that of the log, where run.toml usually lies too, if it belongs
+    to the project at hand or is trusted.
 
     :return: the folder of the log, at which relative paths start.
     """
     path = getattr(log, "path", None)
     base = Path.cwd() if path is None else Path(path).absolute().parent
-    for folder in (str(base), str(Path.cwd())):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    here = Path.cwd()
+    for folder in [base, here] if trust or Unasked(base).holds(base) else [here]:
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
     return base
 
 
@@ -237,16 +241,31 @@ def _tables(config: str | None) -> list[dict[str, Any]]:
     if config is None:
         return []
     try:
-        tables = tomllib.loads(config).get("stages", [])
-    except tomllib.TOMLDecodeError:
+        tables = parse(config).get("stages", [])
+    except ValueError:
         return []
     return tables if isinstance(tables, list) and all(isinstance(table, dict) for table in tables) else []
 
 
-def _from_table(table: Mapping[str, Any], position: int, base: Path, note: Any) -> Known:
-    table = {key: deepcopy(value) for key, value in table.items() if key != "engine"}
+def _named(setting: str) -> Iterator[str]:
+    """The names in a `--set` argument."""
+    values = [parse_value(setting.partition("=")[2].strip())]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, str):
+            yield value
+
+
+def _from_table(table: Mapping[str, Any], position: int, base: Path, reach: Reach | None, note: Any) -> Known:
     try:
-        stage = bind(build_stage(table, f"stages[{position}]", base, _NoEngine()))
+        table = {key: deepcopy(value) for key, value in table.items() if key != "engine"}
+        if table.get("external") is False:  # what says of itself that it cannot be done again stays so
+            del table["external"]
+        stage = bind(build_stage(table, f"stages[{position}]", base, _NoEngine(), reach))
         return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
     except Exception as error:  # also what its module raises: whatever it is, the stage is not here
         why = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
@@ -255,23 +274,28 @@ def _from_table(table: Mapping[str, Any], position: int, base: Path, note: Any) 
         return Known(note.name, note.level, None, note.external, note.on_error, why)
 
 
-def _from_note(note: Any) -> Known:
-    why = "the log has no import path for it" + (f" ({note.repr})" if note.repr else "")
-    if note.path is not None:
-        try:
-            found = load_object(note.path)
-            if inspect.isclass(found):
-                why = f"it is an instance of {note.path}, with options that the log does not have"
-            else:
-                declared = DeclaredStage(
-                    found, note.level, name=note.name, external=note.external, on_error=note.on_error
-                )
-                stage = bind(declared)
-                return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
-        except LoadError as error:
-            why = str(error)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+def _from_note(note: Any, base: Path, reach: Reach | None) -> Known:
+    why = f"the log has no import path for it{f' ({note.repr})' if note.repr else ''}"
+    try:
+        if note.table is not None:
+            options = {key: value for key, value in note.table.items() if key != "external"}
+            found: Any = build_stage(options, note.name, base, _NoEngine(), reach)
+        else:
+            load = load_object if reach is None else reach.load
+            found = None if note.path is None else load(note.path)
+        if inspect.isclass(found):
+            why = (
+                f"it is an instance of {note.path}, with options that the log does not have; give the stages of the run"
+            )
+        elif found is not None:
+            # Whatever the log says, what says of itself that it cannot be done again stays so.
+            external = note.external or None
+            stage = bind(DeclaredStage(found, note.level, name=note.name, external=external, on_error=note.on_error))
+            return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
+    except (LoadError, ConfigError) as error:
+        why = str(error)
+    except Exception as error:  # also what its module raises
+        why = f"{type(error).__name__}: {error}"
     return Known(note.name, note.level, None, note.external, note.on_error, why)
 
 
