@@ -59,10 +59,15 @@ def real_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def real_url(real_models: list[Path]) -> Iterator[str]:
+def real_server(real_models: list[Path]) -> Iterator[sglang_servers.Server]:
     """The one real server of a test run, with the first model. Who changes its weights or version puts them back."""
     with sglang_servers.server(real_models[0], "--sampling-mask-max-tokens", "64") as server:
-        yield server.url
+        yield server
+
+
+@pytest.fixture(scope="session")
+def real_url(real_server: sglang_servers.Server) -> str:
+    return real_server.url
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from inspect import isawaitable
 from ssl import SSLContext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -426,7 +428,9 @@ class FakeWorker:
             self.changed()
             if (refusal := self._refusal(http)) is not None:
                 return refusal
-            result = handler(body)
+            result = handler({**http.query, **body})
+            if isawaitable(result):
+                result = await result
             self.changed()
             return result if isinstance(result, web.StreamResponse) else web.json_response(result)
 
@@ -462,8 +466,17 @@ class FakeWorker:
         self.paused = None
         return {"message": "Generation continued successfully.", "status": "ok"}
 
-    def _flush(self, body: dict[str, Any]) -> web.Response:
-        if self.paused in (None, "in_place") and self.running:  # "retract" and "abort" have taken them off
+    async def _flush(self, body: dict[str, Any]) -> web.Response:
+        """Given a time, it answers when all ranks are idle, or then. What it answers is how it is with one of them."""
+        waits = "timeout" in body
+        with suppress(TimeoutError):
+            async with asyncio.timeout(float(body["timeout"]) if waits else 0.0):
+                while self.running:
+                    await self._changed.wait()
+        first = [request for request in self.running.values() if not request.body.get("routed_dp_rank")]
+        if first and waits:
+            return web.Response(status=400, text="Timed out waiting for idle state.")
+        if first and self.paused in (None, "in_place"):  # "retract" and "abort" have taken them off
             return web.Response(status=400, text="Flush cache failed.\n")
         return web.Response(
             text="Cache flushed.\nPlease check backend logs for more details. "

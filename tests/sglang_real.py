@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from eventbus import Sample
-from tests.sglang_servers import PYTHON
+from tests.sglang_servers import PYTHON, Server
 
 MARKS = [
     pytest.mark.sglang,
@@ -37,8 +37,17 @@ async def load(url: str) -> dict[str, Any]:
     return load
 
 
-async def until_running(url: str, count: int) -> None:
+async def until_running(url: str, count: int, *answers: asyncio.Task[Any]) -> None:
+    """:param answers: of what is to run. Ask for many tokens: what has ended is not running any more."""
     while (await load(url))["num_running_reqs"] != count:  # it tells nobody
+        assert not any(answer.done() for answer in answers), "it has ended before it was seen to run"
+        await asyncio.sleep(0.01)
+
+
+async def until_decoding(server: Server, before: int, *answers: asyncio.Task[Any]) -> None:
+    """Some steps beyond `before`, of `Server.decoded`; as above."""
+    while server.decoded == before:
+        assert not any(answer.done() for answer in answers), "it has ended before it was seen to decode"
         await asyncio.sleep(0.01)
 
 

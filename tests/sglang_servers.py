@@ -61,8 +61,8 @@ class Server:
         command = [
             PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", "--host", "127.0.0.1",
             "--port", str(port), "--dtype", "float32", "--attention-backend", "torch_native",
-            "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--context-length", "512",
-            "--max-total-tokens", "4096", *arguments,
+            "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--context-length", "4096",
+            "--max-total-tokens", "65536", *arguments,
         ]  # fmt: skip
         with self._log.open("w") as output:
             self._process = subprocess.Popen(

@@ -32,6 +32,15 @@ from tests.test_sglang_real import REQUEST, shape
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+CPU = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    "max_total_tokens": 65536,
+}
+"""What an sglang.Engine needs on a CPU."""
 
 
 class Manager:
@@ -67,9 +76,9 @@ class Manager:
         self.worker._abort({"rid": rid, "abort_all": abort_all})
         self.worker.changed()
 
-    async def flush_cache(self) -> Any:
+    async def flush_cache(self, timeout_s: float | None = None) -> Any:
         self.busy -= 1
-        return SimpleNamespace(success=self.busy < 0)
+        return SimpleNamespace(success=self.busy < 0, message="")
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
         return aiohttp.request("POST", f"{self.worker.url}/{path}", json=body)
@@ -289,9 +298,10 @@ async def test_every_call_reaches_the_engine(worker: FakeWorker) -> None:
         ("/init_weights_update_group", None),
         ("/pause_generation", None),
         ("/begin_weight_update", None),
-        ("/update_weights_from_distributed", "7"),
-        ("/update_weights_from_tensor", "7"),
+        ("/update_weights_from_distributed", "7 (in part)"),
+        ("/update_weights_from_tensor", "7 (in part)"),
         ("/end_weight_update", None),
+        ("/update_weight_version", None),
         ("/continue_generation", None),
         ("/destroy_weights_update_group", None),
         ("/update_weight_version", None),
@@ -409,6 +419,23 @@ def test_the_real_engine(real_models: list[Path], tmp_path: Path) -> None:
     fake = shape(anyio.run(reply_of_the_scripted_worker))
     assert fake == {path: kind for path, kind in real.items() if path in fake}
     assert not set(real) - set(fake), "over HTTP there are none of these"
+
+
+@sglang_real.MARKS[0]
+@sglang_real.MARKS[1]
+def test_the_example_runs_on_the_real_engine(real_models: list[Path], tmp_path: Path) -> None:
+    assert sglang_servers.PYTHON is not None
+    root = Path(__file__).parent.parent
+    environment = sglang_servers.environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{root}"
+    program = [sglang_servers.PYTHON, str(root / "examples" / "sglang" / "in_process.py"), str(real_models[0])]
+    with (tmp_path / "output").open("w") as output, (tmp_path / "errors").open("w") as errors:  # as above
+        ended = subprocess.run(
+            [*program, json.dumps(CPU)], env=environment, cwd=tmp_path, stdout=output, stderr=errors, timeout=600
+        )
+    assert ended.returncode == 0, (tmp_path / "errors").read_text()[-4000:]
+    shown = [line for line in (tmp_path / "output").read_text().splitlines() if "kept 4/4 of" in line]
+    assert [line.rpartition("; weights ")[2] for line in shown] == ["default", "1", "2"]
 
 
 async def reply_of_the_scripted_worker() -> Any:

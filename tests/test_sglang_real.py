@@ -21,13 +21,16 @@ from eventbus import Sample, SampleStatus
 from middleware import Generate, Tokenize
 from tests import sglang_real, sglang_servers
 from tests.sglang_fake import FakeWorker
-from tests.sglang_real import asked, until_running
+from tests.sglang_real import asked, until_decoding, until_running
+from tests.sglang_servers import Server
 
 pytestmark = [pytest.mark.asyncio, *sglang_real.MARKS]
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-LONG = {"temperature": 1.0, "max_new_tokens": 480, "ignore_eos": True}
+SPANS = {"temperature": 1.0, "max_new_tokens": 960, "ignore_eos": True}
+LONG = SPANS | {"max_new_tokens": 4000}
+"""Takes 10 s and more: it is never waited for."""
 
 
 @pytest_asyncio.fixture
@@ -121,11 +124,11 @@ async def test_abort_gives_what_there_is(real_url: str, stream: bool) -> None:
         async with asyncio.TaskGroup() as tasks:
             sample = sample_of()
             answer = tasks.create_task(engine.generate(sample, LONG))
-            await until_running(real_url, 1)
+            await until_running(real_url, 1, answer)
             await engine.abort([sample])
     completion = answer.result()
     assert completion.status is SampleStatus.ABORTED
-    assert len(completion.tokens) == len(completion.log_probs or ()) < 480
+    assert len(completion.tokens) == len(completion.log_probs or ()) < 4000
     await until_running(real_url, 0)
 
 
@@ -133,7 +136,7 @@ async def test_abort_of_all_is_acknowledged(real_url: str) -> None:
     samples = [sample_of(index=n, rollout_id=n) for n in range(8)]
     async with SGLangEngine(real_url) as engine:
         answers = [asyncio.create_task(engine.generate(sample, LONG)) for sample in samples]
-        await until_running(real_url, 8)
+        await until_running(real_url, 8, *answers)
         await engine.abort(samples)
         assert engine.in_flight == 0
         completions = await asyncio.gather(*answers)
@@ -145,7 +148,7 @@ async def test_abort_of_all_is_acknowledged(real_url: str) -> None:
 async def test_cancelling_leaves_nothing_behind(real_url: str, stream: bool) -> None:
     async with SGLangEngine(real_url, stream=stream) as engine:
         answer = asyncio.create_task(engine.generate(sample_of(), LONG))
-        await until_running(real_url, 1)
+        await until_running(real_url, 1, answer)
         answer.cancel()
         await asyncio.wait([answer])
         await until_running(real_url, 0)
@@ -155,18 +158,18 @@ async def test_cancelling_leaves_nothing_behind(real_url: str, stream: bool) -> 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 async def test_a_response_that_spans_an_update_names_both_versions(
-    real_url: str, engine: SGLangEngine, real_models: list[Path], mode: Any, stream: bool
+    real_server: Server, engine: SGLangEngine, real_models: list[Path], mode: Any, stream: bool
 ) -> None:
-    async with SGLangEngine(real_url, stream=stream) as generating, asyncio.TaskGroup() as tasks:
-        answer = tasks.create_task(generating.generate(sample_of(), LONG))
-        await until_running(real_url, 1)
-        await asyncio.sleep(0.1)  # some tokens; nothing below depends on how many
+    decoded = real_server.decoded
+    async with SGLangEngine(real_server.url, stream=stream) as generating, asyncio.TaskGroup() as tasks:
+        answer = tasks.create_task(generating.generate(sample_of(), SPANS))
+        await until_decoding(real_server, decoded, answer)
         await engine.update_weights_from_disk(str(real_models[1]), "7", mode)
     completion = answer.result()
-    assert len(completion.tokens) == 480
+    assert len(completion.tokens) == 960
     before, after = completion.weight_versions
     assert (before.version, after.version) == ("default", "7")
-    assert 0 == before.start < before.end == after.start < after.end == 480
+    assert 0 == before.start < before.end == after.start < after.end == 960
 
 
 async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, real_models: list[Path]) -> None:
@@ -323,7 +326,7 @@ async def test_replies_to_what_is_aborted_have_the_same_shape(real_url: str, str
             async with asyncio.TaskGroup() as tasks:
                 body = REQUEST | {"sampling_params": LONG, "stream": stream}
                 answer = tasks.create_task(asked(address, "/generate", body))
-                await until_running(address, 1)
+                await until_running(address, 1, answer)
                 while not answer.done():
                     await asked(address, "/abort_request", {"rid": "contract"})
             last = answer.result()[1].decode().strip().removesuffix("data: [DONE]").strip().split("\n\n")[-1]
@@ -349,6 +352,8 @@ async def test_replies_to_what_is_aborted_have_the_same_shape(real_url: str, str
         ("/update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, 400),
         ("/update_weights_from_tensor", {"serialized_named_tensors": []}, 400),
         ("/destroy_weights_update_group", {"group_name": "nobody"}, 400),
+        ("/flush_cache", {}, 200),
+        ("/flush_cache?timeout=9.5", {}, 200),
         ("/begin_weight_update", {}, 200),
         ("/end_weight_update", {}, 200),
         ("/update_weight_version", {"new_version": "default", "abort_all_requests": False}, 200),

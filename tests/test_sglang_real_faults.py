@@ -19,14 +19,15 @@ from eventbus.log.inspect.check import check
 from middleware import Generate, Recorder, mask_offpolicy
 from tests import sglang_real, sglang_servers
 from tests.sglang_fake import Front
-from tests.sglang_real import asked, until_running, worst_difference
+from tests.sglang_real import asked, until_decoding, until_running, worst_difference
 from tests.sglang_servers import Server
 
 pytestmark = [pytest.mark.asyncio, *sglang_real.MARKS]
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-LONG = {"temperature": 1.0, "max_new_tokens": 300, "ignore_eos": True}
+LENGTH = 900
+LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 BOTH = pytest.mark.parametrize("routed", [False, True], ids=["direct", "router"])
 STREAM = pytest.mark.parametrize("stream", [False, True])
 
@@ -177,9 +178,9 @@ async def test_a_stream_that_breaks_keeps_what_arrived(
     first, second, third = recorded(tmp_path / "run.mcap")
     assert (first.outcome, second.outcome, third.outcome) == ("failed", "failed", "answered")
     assert min(first.tokens, second.tokens, third.tokens) > 0
-    assert first.tokens + second.tokens + third.tokens == sample.response_length == 300
+    assert first.tokens + second.tokens + third.tokens == sample.response_length == LENGTH
     assert worst_difference(real_models[0], [sample]) < 1e-4
-    assert [(span.start, span.end) for span in sample.weight_versions] == [(0, 300)]
+    assert [(span.start, span.end) for span in sample.weight_versions] == [(0, LENGTH)]
 
 
 # An abort that the router does not know
@@ -194,10 +195,10 @@ async def test_an_abort_that_is_answered_404_says_so(real_url: str) -> None:
     ):
         assert (await asked(router.url, "/abort_request", {"rid": "r"}))[0] == 404
         answer = asyncio.create_task(engine.generate(sample, LONG))
-        await until_running(real_url, 1)
+        await until_running(real_url, 1, answer)
         with pytest.raises(RequestRefused, match=r"answered 404: .*is this a router\? give it as router="):
             await engine.abort([sample])
-        assert len((await answer).tokens) == 300
+        assert len((await answer).tokens) == LENGTH
 
 
 @STREAM
@@ -205,11 +206,11 @@ async def test_behind_the_router_an_abort_goes_to_the_workers(real_url: str, str
     sample = sample_of()
     async with engine_of(real_url, routed=True, stream=stream) as engine:
         answer = asyncio.create_task(engine.generate(sample, LONG))
-        await until_running(real_url, 1)
+        await until_running(real_url, 1, answer)
         await engine.abort([sample])
         completion = await answer
     assert completion.status is SampleStatus.ABORTED
-    assert len(completion.tokens) == len(completion.log_probs or ()) < 300
+    assert len(completion.tokens) == len(completion.log_probs or ()) < LENGTH
     await until_running(real_url, 0)
 
 
@@ -222,9 +223,9 @@ async def test_what_is_unfinished_starts_again_or_goes_on(real_url: str, unfinis
 
     def nearly_done(sample: Sample) -> None:
         if sample.index == 0:
-            sample.tokens += [5] * 295
-            sample.response_length = 295
-            sample.rollout_log_probs = LogProbs([-1.0] * 295)
+            sample.tokens += [5] * (LENGTH - 5)
+            sample.response_length = LENGTH - 5
+            sample.rollout_log_probs = LogProbs([-1.0] * (LENGTH - 5))
 
     async def wait_for_the_other(sample: Sample) -> None:
         while sample.index == 0 and max(between.passed.values()) < 20:  # of its own there are 5 and an end
@@ -245,14 +246,14 @@ async def test_what_is_unfinished_starts_again_or_goes_on(real_url: str, unfinis
         await engine.set_weight_version("default")
     [sample], asked_for = batch.samples, between.bodies[-1]
     kept = len(asked_for["input_ids"]) - 3
-    assert (0 < kept < 300) if unfinished == "recycle" else kept == 0
+    assert (0 < kept < LENGTH) if unfinished == "recycle" else kept == 0
     assert sample.tokens[: 3 + kept] == asked_for["input_ids"]
-    assert asked_for["sampling_params"]["max_new_tokens"] == 300 - kept
+    assert asked_for["sampling_params"]["max_new_tokens"] == LENGTH - kept
     assert sample.status is SampleStatus.TRUNCATED
-    assert sample.response_length == len(sample.rollout_log_probs or ()) == len(sample.tokens) - 3 == 300
+    assert sample.response_length == len(sample.rollout_log_probs or ()) == len(sample.tokens) - 3 == LENGTH
     spans = [(span.version, span.start, span.end) for span in sample.weight_versions]
-    assert spans == [("default", 0, kept), ("2", kept, 300)][kept == 0 :]
-    assert sample.loss_mask == ([0] * kept + [1] * (300 - kept) if kept else None)
+    assert spans == [("default", 0, kept), ("2", kept, LENGTH)][kept == 0 :]
+    assert sample.loss_mask == ([0] * kept + [1] * (LENGTH - kept) if kept else None)
 
 
 # A worker does not answer, or dies
@@ -282,14 +283,13 @@ async def test_a_worker_that_is_killed_costs_no_sample(
     )
     async with pipeline, asyncio.TaskGroup() as tasks:
         answer = tasks.create_task(pipeline.rollouts(stop=1).__anext__())
-        while victim.decoded == decoded and not answer.done():
-            await asyncio.sleep(0.01)  # it tells nobody
+        await until_decoding(victim, decoded, answer)
         second.kill()
     samples = answer.result().samples
     assert [sample.index for sample in samples] == list(range(8))
     assert len({sample.rollout_id for sample in samples}) == 8
     for sample in samples:
-        assert sample.response_length == len(sample.rollout_log_probs or ()) == len(sample.tokens) - 3 == 300
+        assert sample.response_length == len(sample.rollout_log_probs or ()) == len(sample.tokens) - 3 == LENGTH
     assert worst_difference(real_models[0], samples) < 1e-4
     attempts = recorded(log)
     assert answered(attempts, 8) == [1] * 8

@@ -154,6 +154,38 @@ def test_kept_ids_of_another_shape_are_an_error(meta: dict[str, Any], message: s
         decode(reply(**meta), 3)
 
 
+def packed(numbers: list[int]) -> str:
+    return base64.b64encode(array("i", numbers).tobytes()).decode()
+
+
+@pytest.mark.parametrize("form", [list, packed])
+def test_kept_ids_as_slimes_build_says_them(form: Any) -> None:
+    data = reply(top_p_token_ids=form([1, 2, 3, 4, 5, 6]), top_p_token_offsets=form([0, 2, 3, 4, 5, 6]))
+    kept = decode(data, 3).kept
+    assert kept is not None
+    assert kept.ids == [1, 2, 3, 4, 5, 6]
+    assert kept.offsets == [0, 2, 3, 4, 5, 6]
+    assert kept.log_probs is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "message"),
+    [
+        ([1], None, "top_p_token_offsets has 0 numbers, not 5 \\+ 1"),
+        ([1], [0, 1], "top_p_token_offsets has 2 numbers"),
+        ([1] * 5, [0, 1, 2, 3, 4, 6], "go up from 0 to 5"),
+        ([1] * 5, [0, 3, 2, 3, 4, 5], "go up from 0 to 5"),
+        ([1] * 5, [-1, 1, 2, 3, 4, 5], "go up from 0 to 5"),
+        ("AAA", "AAAA", "top_p_token_ids or top_p_token_offsets: "),
+        ("====", [], "top_p_token_ids or top_p_token_offsets: "),
+        ([1 << 31], [0], "does not fit into 32 bits"),
+    ],
+)
+def test_such_kept_ids_of_another_shape_are_an_error(ids: Any, offsets: Any, message: str) -> None:
+    with pytest.raises(ReplyError, match=message):
+        decode(reply(top_p_token_ids=ids, top_p_token_offsets=offsets), 3)
+
+
 def experts(numbers: int) -> str:
     return base64.b64encode(array("i", range(numbers)).tobytes()).decode()
 

@@ -11,7 +11,7 @@
     inprocess  the same to an sglang.Engine of this process
     reply      what comes back, into packed columns
     weights    a weight update, from the pause until all go on
-    router     the router, started or attached to
+    router     the router, started or attached to; `router_process` is the one that is started
 
 Needs `rolloutbus[sglang]`; SGLang itself is not needed where its servers run elsewhere.
 """

@@ -23,7 +23,7 @@ from backends.sglang.client import Access, Client, address
 from backends.sglang.fleet import STEP_SECONDS, Fleet
 from backends.sglang.inprocess import ADDRESS, InProcess
 from backends.sglang.model import Model
-from backends.sglang.request import check_fields, check_ids, check_sampling, sibling_seed
+from backends.sglang.request import check_fields, check_sampling, sibling_seed
 from backends.sglang.response import Response
 from backends.sglang.router import SGLangRouter
 from backends.sglang.weights import PauseMode, WeightUpdate, set_version, updating
@@ -60,7 +60,8 @@ class SGLangEngine:
         True}`.
     :param routed_experts: (layers, experts per token) of the model: each sample gets the experts that its tokens were
         routed to, `sample.rollout_routed_experts`, an int32 array [tokens - 1, layers, experts per token].
-    :param vocabulary: number of token ids. By default it is read from the worker's model where that is readable here.
+    :param vocabulary: number of token ids; a server dies of one beyond it, so none is sent, or taken from a reply. By
+        default it is read from the worker's model where that is readable here.
     :param attempts: that may fail in a row, without a new token, before the sample fails.
     :param timeout: seconds for one attempt; None: as long as it takes.
     :param backoff: seconds that a worker is not asked after a failure; doubles with each further one in a row, up to
@@ -186,7 +187,7 @@ class SGLangEngine:
             async with self._fleet:
                 vocabulary = await self._model.vocabulary()
                 try:
-                    check_ids(sample.tokens, vocabulary)
+                    response.limit_ids(vocabulary)
                 except ValueError as error:
                     raise ValueError(f"sample {sample.index}: {error}") from error
                 await self._attempts.complete(response)
@@ -232,7 +233,7 @@ class SGLangEngine:
             come back with what they have, and the engine sends them again to go on from there.
         :raises WorkersUnavailable: a worker failed, or all are down; the others pause.
         """
-        self._fleet.held = True
+        self._fleet.held = mode
         await self._fleet.everywhere("/pause_generation", {"mode": mode}, seconds=STEP_SECONDS)
 
     async def resume(self) -> None:
@@ -253,7 +254,9 @@ class SGLangEngine:
         self._fleet.settle(replies, errors)
 
     @asynccontextmanager
-    async def updating_weights(self, version: str, pause: PauseMode = "retract") -> AsyncIterator[WeightUpdate]:
+    async def updating_weights(
+        self, version: str, pause: PauseMode = "retract", timeout: float | None = 1800.0
+    ) -> AsyncIterator[WeightUpdate]:
         """Workers pause, get new weights by the calls on what this gives, are told the version, and go on.
 
             async with engine.updating_weights("7") as update:
@@ -271,17 +274,26 @@ class SGLangEngine:
 
         Where weights come by broadcast, a worker that was left out or restarted is missing in the process group: make
         that anew.
+
+        :param timeout: seconds that a worker may take for one call that brings weights; None: as long as it takes. One
+            that takes longer counts as one that does not take it. Half an hour is what a checkpoint of 600 billion
+            parameters in 16 bits takes at 0.7 GB/s. A worker that hangs, and yet says that it is up, costs the next
+            update as much: restart it.
         """
-        async with updating(self._fleet, version, pause) as update:
+        async with updating(self._fleet, version, pause, timeout) as update:
             yield update
         self._tell(update)
 
-    async def update_weights_from_disk(self, path: str, version: str, pause: PauseMode = "retract") -> None:
+    async def update_weights_from_disk(
+        self, path: str, version: str, pause: PauseMode = "retract", timeout: float | None = 1800.0
+    ) -> None:
         """All of a weight update: pause, load the checkpoint at `path` (on the workers), set the version, go on.
 
-        :raises RequestRefused: a worker cannot load it; the message has its words.
+        :param timeout: seconds that a worker may take to load it, as in `updating_weights`.
+        :raises RequestRefused: no worker loads it, and one says why; the message has its words.
+        :raises WorkersUnavailable: no worker loads it.
         """
-        async with self.updating_weights(version, pause) as update:
+        async with self.updating_weights(version, pause, timeout) as update:
             await update.from_disk(path)
 
     async def set_weight_version(self, version: str) -> None:
@@ -330,8 +342,8 @@ class SGLangEngine:
         await self._fleet.everywhere("/destroy_weights_update_group", {"group_name": group_name})
 
     async def release_memory(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Workers give back what these tags name, once they are idle: pause generation first, or end what runs. What
-        they have cached of prompts is forgotten, whatever the tags.
+        """Workers give back what these tags name, once all their data-parallel ranks are idle: pause generation first,
+        or end what runs. What they have cached of prompts is forgotten, whatever the tags.
 
         :raises RequestRefused: a worker has requests under way for 10 s; nobody has given anything back.
         """

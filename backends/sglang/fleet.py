@@ -67,10 +67,12 @@ class Fleet:
         """What stands for them where the router chooses: the router."""
         self.weight_version: str | None = None
         """What all workers in use have; None: nobody has said."""
-        self.held = False
-        """Generation pauses: nobody may come back before it goes on."""
+        self.held: str | None = None
+        """How generation pauses, while it does: nobody may come back before it goes on."""
         self._checkpoint: Mapping[str, Any] | None = None
         """What was asked of the workers for the current weights, where they are a checkpoint."""
+        self._load_seconds: float | None = None
+        """For a worker to load it."""
         self._apart: set[str] = set()
         """Addresses of those that were taken out of the router until they have the current weights."""
         self._paused: set[str] = set()
@@ -225,18 +227,23 @@ class Fleet:
 
         async def ask(url: str, data: bytes) -> None:
             try:
-                with anyio.fail_after(seconds):
-                    replies[url] = await self.client.post(f"{url}{path}", data)
+                replies[url] = await self._ask(url, path, data, seconds)
             except (RequestRefused, AttemptFailed) as error:
                 errors[url] = error
-            except TimeoutError:
-                errors[url] = NoAnswer(f"{url}{path}: no answer in {seconds:g} s")
 
         data = msgspec.json.encode(body)
         async with self, anyio.create_task_group() as tasks:
             for url in urls:
                 tasks.start_soon(ask, url, data)
         return replies, errors
+
+    async def _ask(self, url: str, path: str, data: bytes, seconds: float | None) -> bytes:
+        """:raises NoAnswer: it takes longer; else as `Client.post`."""
+        try:
+            with anyio.fail_after(seconds):
+                return await self.client.post(f"{url}{path}", data)
+        except TimeoutError:
+            raise NoAnswer(f"{url}{path}: no answer in {seconds:g} s") from None
 
     async def everywhere(
         self, path: str, body: Mapping[str, Any], urls: Sequence[str] | None = None, seconds: float | None = None
@@ -265,21 +272,31 @@ class Fleet:
         """Addresses of the workers that are up, when none of them has a request under way. In its worker one is for a
         moment longer than until its reply.
 
+        A worker flushes its cache when it is idle, so it is asked for that. Of several data-parallel ranks it passes on
+        what one says, whichever is the first to answer. But it answers when all have, and given time a rank answers
+        when it is idle, or when the time is over: so where the answer comes in time, all are. After a pause that takes
+        requests off, all are idle, and no time is given: with it, those that wait would count.
+
         :raises RequestRefused: some stay under way.
         """
         async with self:
             urls = await self.present()
             until = current_time() + IDLE_SECONDS
+            taken_off = self.held in ("retract", "abort")
             while True:
+                left = max(until - current_time(), 0.0) + 0.1
                 try:
-                    await self.everywhere("/flush_cache", {}, urls)  # which a worker does when it is idle
-                    return urls
+                    await self.everywhere("/flush_cache" if taken_off else f"/flush_cache?timeout={left:.3f}", {}, urls)
+                    if taken_off or current_time() < until:
+                        return urls
+                    busy = "one of the data-parallel ranks of a worker does not become idle"
                 except RequestRefused as error:
                     if error.status != 400:
                         raise
-                    if current_time() >= until:
-                        how = "end them, or pause generation first, with mode 'retract' or 'abort'"
-                        raise RequestRefused(f"requests are under way: {how} ({error})", 400) from error
+                    busy = str(error)
+                if current_time() >= until:
+                    how = "end them, or pause generation first, with mode 'retract' or 'abort'"
+                    raise RequestRefused(f"requests are under way: {how} ({busy})", 400)
                 await anyio.sleep(0.05)  # it tells nobody
 
     def leave_out(self, errors: Mapping[str, Exception]) -> None:
@@ -297,18 +314,21 @@ class Fleet:
         try:
             replies, errors = await self.ask_all("/continue_generation", {}, urls, CALL_SECONDS)
         finally:
-            self.held = False
+            self.held = None
         self._paused = self._paused.difference(replies).union(errors)
         return replies, errors
 
     # Which weights they have
 
-    async def have(self, version: str, urls: Sequence[str], checkpoint: Mapping[str, Any] | None) -> list[str]:
+    async def have(
+        self, version: str, urls: Sequence[str], checkpoint: Mapping[str, Any] | None, seconds: float | None
+    ) -> list[str]:
         """These have new weights, and no others; returns the addresses of the others.
 
         :param checkpoint: what the others are to be asked for them, if that is possible.
+        :param seconds: for one of them to load it.
         """
-        self.weight_version, self._checkpoint = version, checkpoint
+        self.weight_version, self._checkpoint, self._load_seconds = version, checkpoint, seconds
         missed = [worker.url for worker in self.workers if worker.url not in urls]
         if self.router is not None:
             with suppress(RouterError):
@@ -349,8 +369,7 @@ class Fleet:
                     loaded = self.weight_version
                     await self._bring_up(worker, version)
                 elif worker.url in self._paused:
-                    with anyio.fail_after(LOOK_SECONDS):
-                        await self.client.post(f"{worker.url}/continue_generation", b"{}")
+                    await self._ask(worker.url, "/continue_generation", b"{}", LOOK_SECONDS)
                     self._paused.discard(worker.url)
                 elif self.router is not None and worker.url in self._apart:
                     await self.router.add(worker.url)
@@ -368,7 +387,7 @@ class Fleet:
     async def _bring_up(self, worker: Worker, version: str) -> None:
         """It has other weights: have it load the current ones, where they are a checkpoint.
 
-        :raises AttemptFailed: they are not; or as `Client.post`.
+        :raises AttemptFailed: they are not; or as `_ask`.
         """
         if self.router is not None:
             await self._take_out(self.router, [worker.url])
@@ -379,7 +398,8 @@ class Fleet:
                 logger.warning("%s: it gets no samples until an update that it takes part in", has)
             raise AttemptFailed(f"{has}, and these are no checkpoint that it could load", answered=True)
         logger.warning("%s: it loads %s", has, self._checkpoint["model_path"])
-        await self.client.post(f"{worker.url}/update_weights_from_disk", msgspec.json.encode(self._checkpoint))
+        data = msgspec.json.encode(self._checkpoint)
+        await self._ask(worker.url, "/update_weights_from_disk", data, self._load_seconds)
 
     async def _version_at(self, url: str) -> str | None:
         """Version of a worker's weights; None where it is up and does not say.

@@ -75,9 +75,9 @@ class InProcess:
         """:raises RequestRefused: the engine refused, or has no such path.
         :raises AttemptFailed: it failed.
         """
-        path = url.removeprefix(f"{ADDRESS}/")
+        path, _, query = url.removeprefix(f"{ADDRESS}/").partition("?")
         if path == "flush_cache":
-            return await self._flush_cache(url)
+            return await self._flush_cache(url, float(query.removeprefix("timeout=") or 0))
         if path != "generate":
             return await self._control(url, path, body)
         answer = b""
@@ -110,10 +110,10 @@ class InProcess:
         except Exception as error:
             raise _raised(url, error, refuses=ValueError) from error
 
-    async def _flush_cache(self, url: str) -> bytes:
-        flushed = await self._engine.tokenizer_manager.flush_cache()
+    async def _flush_cache(self, url: str, timeout: float) -> bytes:
+        flushed = await self._engine.tokenizer_manager.flush_cache(timeout_s=timeout)
         if not flushed.success:
-            raise answer_error(url, 400, b"Flush cache failed.")
+            raise answer_error(url, 400, (flushed.message or "Flush cache failed.").encode())
         return b""
 
     async def _control(self, url: str, path: str, body: bytes) -> bytes:

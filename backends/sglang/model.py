@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import msgspec
+from anyio import current_time
 
 from backends.sglang.fleet import Fleet
-from backends.sglang.router import RouterError
 from middleware.tokenize import Tokenize
 
 __all__ = ["Model"]
@@ -20,7 +21,9 @@ __all__ = ["Model"]
 logger = logging.getLogger("rolloutbus.sglang")
 
 MODEL_SECONDS: Final = 5.0
-"""For a worker to say what its model is, once."""
+"""For a worker to say what its model is."""
+AGAIN_SECONDS: Final = 30.0
+"""Until one that did not say is asked again."""
 
 
 class Model:
@@ -29,30 +32,21 @@ class Model:
     def __init__(self, fleet: Fleet, vocabulary: int | None) -> None:
         self._fleet = fleet
         self._vocabulary = vocabulary
-        self._asked = vocabulary is not None
+        self._ask_at = -inf if vocabulary is None else inf
         self._asking = anyio.Lock(fast_acquire=True)
         self._tokenizer: Tokenize | None = None
 
     async def vocabulary(self) -> int | None:
         """Number of token ids; None: not known."""
-        if not self._asked:
+        if self._ask_at <= current_time():
             async with self._asking:  # nobody passes unchecked meanwhile
-                if not self._asked:
-                    self._vocabulary = await self._read_vocabulary()
-                    self._asked = True
+                if self._ask_at <= current_time():
+                    again = current_time() + AGAIN_SECONDS
+                    with suppress(*_NO_ANSWER), anyio.move_on_after(MODEL_SECONDS):
+                        path = (await self._info()).get("model_path")
+                        self._vocabulary, again = _vocabulary_of(path), inf
+                    self._ask_at = again
         return self._vocabulary
-
-    async def _read_vocabulary(self) -> int | None:
-        """From the worker's model, where that is readable here."""
-        with (
-            suppress(OSError, ValueError, AttributeError, RecursionError, RouterError),
-            anyio.move_on_after(MODEL_SECONDS),
-        ):
-            path = Path((await self._info()).get("model_path", "")) / "config.json"
-            config = msgspec.json.decode(path.read_bytes())
-            size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-            return size if isinstance(size, int) else None
-        return None
 
     async def tokenize(self, prompt: str | list[dict[str, Any]]) -> Sequence[int]:
         """:raises ValueError: the tokenizer is not readable here."""
@@ -73,3 +67,21 @@ class Model:
         url = next((worker.url for worker in self._fleet.workers if not worker.away), urls[0])
         info: dict[str, Any] = msgspec.json.decode(await self._fleet.client.get(f"{url}/model_info"))
         return info
+
+
+_NO_ANSWER: Final = (OSError, ValueError, AttributeError, RecursionError)
+"""What is raised where no worker is up, or it says something else."""
+
+
+def _vocabulary_of(path: Any) -> int | None:
+    """Of the model at this path, where that is readable here."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        config = msgspec.json.decode((Path(path) / "config.json").read_bytes())
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        if isinstance(size, int):
+            return size
+    logger.warning(
+        "the vocabulary of the workers' model %s is not readable here, so token ids beyond it, of which a server dies, "
+        "are not found: give SGLangEngine(vocabulary=...)", path
+    )  # fmt: skip
+    return None

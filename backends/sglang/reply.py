@@ -11,6 +11,7 @@ from __future__ import annotations
 import binascii
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from operator import gt
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -109,6 +110,8 @@ def decode(data: bytes | memoryview, prompt_length: int, experts: tuple[int, int
     )
     if meta.output_token_sampling_mask is not None:
         reply.kept = _kept(meta.output_token_sampling_mask, meta.output_token_sampling_logprobs, length)
+    elif meta.top_p_token_ids is not None:
+        reply.kept = _kept_flat(meta.top_p_token_ids, meta.top_p_token_offsets, length)
     if experts is not None and reply.finish is not None:
         reply.experts = _experts(meta.routed_experts, prompt_length + length - 1, experts)
     return reply
@@ -148,6 +151,8 @@ class _Meta(msgspec.Struct):
     weight_version: str | int | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[Any] | None = None
+    top_p_token_ids: str | list[int] | None = None  # the kept ids again, as slime's build of SGLang says them
+    top_p_token_offsets: str | list[int] | None = None
     routed_experts: str | None = None
     # Light: they are kept under their names
     id: str | None = None
@@ -249,6 +254,27 @@ def _kept(mask: list[list[int]], log_probs: list[Any] | None, length: int) -> Ke
         return Kept(ids, offsets, LogProbs(log_probs))
     except (TypeError, OverflowError) as error:
         raise ReplyError(f"output_token_sampling_logprobs: {error}") from error
+
+
+def _kept_flat(ids: str | list[int], offsets: str | list[int] | None, length: int) -> Kept:
+    """Both int32, as lists or in base64."""
+    try:
+        columns = [
+            Tokens.from_bytes(binascii.a2b_base64(data, strict_mode=True))
+            if isinstance(data, str)
+            else _column(Tokens, data)
+            for data in (ids, offsets or [])
+        ]
+    except ValueError as error:
+        raise ReplyError(f"top_p_token_ids or top_p_token_offsets: {error}") from error
+    kept = Kept(columns[0], columns[1], None)
+    ends = kept.offsets
+    if len(ends) != length + 1 or ends[0] != 0 or ends[-1] != len(kept.ids) or any(map(gt, ends, ends[1:])):
+        raise ReplyError(
+            f"top_p_token_offsets has {len(ends)} numbers, not {length} + 1 that go up from 0 to {len(kept.ids)}, "
+            "the number of top_p_token_ids"
+        )
+    return kept
 
 
 def _experts(data: str | None, rows: int, shape: Sequence[int]) -> Any:

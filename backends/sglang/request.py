@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
+from eventbus.columns import Tokens
+from eventbus.imports import optional_dependency
 from eventbus.sample import Sample
 
 __all__ = ["FIELDS", "SamplingParams", "check_fields", "check_ids", "check_sampling", "multimodal", "sibling_seed"]
@@ -20,7 +22,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_new_tokens: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
     stop_regex: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -99,14 +101,23 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             raise ValueError(f"SGLangEngine(fields=...): {name!r} is no field to set{_near(name, FIELDS)}")
 
 
-def check_ids(tokens: Any, vocabulary: int | None) -> None:
-    """:param tokens: a column of int32.
-    :raises ValueError: a token id is negative, or not less than `vocabulary`.
+def check_ids(tokens: Tokens, vocabulary: int | None, name: str = "tokens") -> None:
+    """:param name: of the column, for the error.
+    :raises ValueError: a token id is negative, or not less than `vocabulary`; says which, and where.
     """
-    largest = max(memoryview(tokens).cast("B").cast("I"))  # a negative one becomes the largest: one pass
-    if largest >= (vocabulary or 1 << 31):
-        wrong = next(token for token in tokens if not 0 <= token < (vocabulary or 1 << 31))
-        raise ValueError(f"the token id {wrong} is not in the vocabulary of {vocabulary or 'any model'}")
+    if tokens and (at := _outside(tokens, vocabulary or 1 << 31)) is not None:
+        of = vocabulary or "any model"
+        raise ValueError(f"the token id {tokens[at]} is not in the vocabulary of {of}: it is {name}[{at}]")
+
+
+def _outside(tokens: Tokens, limit: int) -> int | None:
+    """Position of the first id that is not below the limit. The view of them must be gone before anything is raised: a
+    column that somebody looks at cannot grow.
+    """
+    with optional_dependency():
+        import numpy as np
+    ids = np.frombuffer(tokens, np.uint32)  # a negative one is larger than all others: one pass
+    return int((ids >= limit).argmax()) if ids.max() >= limit else None
 
 
 def multimodal(sample: Sample) -> dict[str, Any]:

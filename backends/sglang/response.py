@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from backends.sglang.reply import Kept, Reply, ReplyError, decode, progress
-from backends.sglang.request import multimodal
+from backends.sglang.request import check_ids, multimodal
 from backends.sglang.workers import Worker, Workers
 from eventbus.columns import LogProbs, Tokens
 from eventbus.sample import Completion, Sample, SampleStatus, WeightSpan
@@ -42,9 +42,9 @@ class Response:
     """
 
     __slots__ = (
-        "_gone", "_seen", "_seen_versions", "_woken", "attempt", "avoid", "body", "counts", "ended", "experts",
-        "experts_shape", "failed", "id", "index", "kept", "limit", "log_probs", "meta", "prompt", "rid", "sampling",
-        "session", "spans", "status", "stopped", "text", "tokens", "unheard", "worker",
+        "_gone", "_seen", "_seen_versions", "_vocabulary", "_woken", "attempt", "avoid", "body", "counts", "ended",
+        "experts", "experts_shape", "failed", "id", "index", "kept", "limit", "log_probs", "meta", "prompt", "rid",
+        "sampling", "session", "spans", "status", "stopped", "text", "tokens", "unheard", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +69,7 @@ class Response:
         """Somebody wants what there is."""
         self.ended = False
         """Its `generate` is over."""
+        self._vocabulary: int | None = None
         self._woken: asyncio.Event | None = None
         self._gone: asyncio.Event | None = None
         # Attempts
@@ -142,6 +143,16 @@ class Response:
 
     # What is asked
 
+    def limit_ids(self, vocabulary: int | None) -> None:
+        """The model has so many token ids, so no other may be sent. Before the first attempt.
+
+        :raises ValueError: the sample, or a stop token, has another.
+        """
+        self._vocabulary = vocabulary
+        check_ids(self.prompt, vocabulary)
+        if stop := self.sampling.get("stop_token_ids"):  # with min_new_tokens a worker dies of these, too
+            check_ids(Tokens(stop), vocabulary, "stop_token_ids")
+
     @property
     def headers(self) -> dict[str, str] | None:
         return None if self.session is None else {ROUTING_KEY: self.session}
@@ -202,10 +213,14 @@ class Response:
         """Add what a worker generated to the response.
 
         :param seen: spans of the versions as a stream said them on the way, for one that did not come to its end.
-        :raises ReplyError: the reply contradicts itself.
+        :raises ReplyError: the reply contradicts itself, or has a token id that cannot be sent back to go on from.
         """
         before = len(self.tokens)
         reply = decode(data, len(self.prompt) + before, self.experts_shape)
+        try:
+            check_ids(reply.tokens, self._vocabulary, "output_token_logprobs")
+        except ValueError as error:
+            raise ReplyError(str(error)) from None
         status = reply.status
         length = len(reply.tokens)
         if self.sampling.get("max_new_tokens") is not None and length > self._budget - before:
@@ -215,6 +230,8 @@ class Response:
                 "it has no output_token_sampling_mask: start the worker with --sampling-mask-max-tokens, and give a "
                 "top_k that is not above it"
             )
+        if reply.kept is None and length and (self.sampling.get("custom_params") or {}).get("return_top_p_token_ids"):
+            raise ReplyError("it has no top_p_token_ids, which return_top_p_token_ids asks of slime's build of SGLang")
         if before:
             self.text += reply.text
             self.tokens += reply.tokens

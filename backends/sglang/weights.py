@@ -4,8 +4,8 @@ What this module keeps true:
 
 - workers that were paused are told to go on, and those that were told that weights come, that no more do: whatever ends
   the update, and wherever it is cut off;
-- a worker takes part for as long as it takes everything; the others are left out;
-- the version changes when all is done, or not at all.
+- a worker takes part for as long as it takes everything, in time; the others are left out;
+- the version changes when all is done, or not at all; one that has taken a part says so until then.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 
 
 @asynccontextmanager
-async def updating(fleet: Fleet, version: str, pause: PauseMode) -> AsyncIterator[WeightUpdate]:
+async def updating(fleet: Fleet, version: str, pause: PauseMode, timeout: float | None) -> AsyncIterator[WeightUpdate]:
     """As `SGLangEngine.updating_weights`."""
-    update = WeightUpdate(fleet, version, pause)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"updating_weights: timeout is {timeout}, it must be more than 0 seconds, or None")
+    update = WeightUpdate(fleet, version, pause, timeout)
     async with fleet:
         try:
             await update._begin_pause()
@@ -56,7 +58,7 @@ async def set_version(fleet: Fleet, version: str) -> WeightUpdate:
 class WeightUpdate:
     """New weights for all workers, while they pause; see `SGLangEngine.updating_weights`."""
 
-    def __init__(self, fleet: Fleet, version: str, pause: PauseMode | None) -> None:
+    def __init__(self, fleet: Fleet, version: str, pause: PauseMode | None, timeout: float | None = None) -> None:
         self.version = version
         self.pause = pause
         self.workers: list[str] = []
@@ -66,8 +68,9 @@ class WeightUpdate:
         self.began = current_time()
         """When the workers were asked to pause, by the clock of the event loop."""
         self._fleet = fleet
+        self._timeout = timeout
         # With requests kept in place their cache is in use.
-        self._common = {"weight_version": version, "flush_cache": pause != "in_place"}
+        self._common = {"weight_version": f"{version} (in part)", "flush_cache": pause != "in_place"}
         self._calls = 0
         self._checkpoint: Mapping[str, Any] | None = None
         """What brings these weights to a worker that was left out, where one call does."""
@@ -79,7 +82,8 @@ class WeightUpdate:
         """A checkpoint that all workers can read."""
         body = {"model_path": path, "load_format": load_format}
         await self._update("/update_weights_from_disk", body)
-        self._checkpoint = {**self._common, **body, "flush_cache": True} if self._calls == 1 else None
+        if self._calls == 1:
+            self._checkpoint = {**body, "weight_version": self.version, "flush_cache": True}
 
     async def from_distributed(
         self,
@@ -89,6 +93,7 @@ class WeightUpdate:
         group_name: str = "weight_update_group",
     ) -> None:
         """Workers receive these tensors from the trainer, which broadcasts them meanwhile. May be called several times.
+        A broadcast for which a worker is missing holds up the trainer too: the timeout of its process group ends that.
 
         :raises RequestRefused: no worker takes part, so that the broadcast would wait for ever.
         """
@@ -112,7 +117,7 @@ class WeightUpdate:
     async def _update(self, path: str, body: dict[str, Any]) -> None:
         self._calls += 1
         self._checkpoint = None
-        self._took(*await self._fleet.ask_all(path, self._common | body, self.workers))
+        self._took(*await self._fleet.ask_all(path, self._common | body, self.workers, self._timeout))
 
     def _took(self, replies: Mapping[str, bytes], errors: Mapping[str, RequestRefused | AttemptFailed]) -> None:
         """Who does not take it takes no further part.
@@ -128,7 +133,7 @@ class WeightUpdate:
     # Its steps
 
     async def _begin_pause(self) -> None:
-        self._fleet.held = True
+        self._fleet.held = self.pause
         self.workers = await self._fleet.present()
         self.began = current_time()
         self._paused = self.workers  # before they are asked: cut off meanwhile, they may have heard it
@@ -150,10 +155,9 @@ class WeightUpdate:
             replies, errors = await self._fleet.ask_all("/end_weight_update", {}, self._begun, STEP_SECONDS)
             self._took(replies, errors)
             self._begun = []
-        if not self._calls:  # else the workers were told with the weights
-            body = {"new_version": self.version, "abort_all_requests": False}
-            self._took(*await self._fleet.ask_all("/update_weight_version", body, self.workers, STEP_SECONDS))
-        self.missed_by = await self._fleet.have(self.version, self.workers, self._checkpoint)
+        body = {"new_version": self.version, "abort_all_requests": False}
+        self._took(*await self._fleet.ask_all("/update_weight_version", body, self.workers, STEP_SECONDS))
+        self.missed_by = await self._fleet.have(self.version, self.workers, self._checkpoint, self._timeout)
 
     async def _go_on(self) -> None:
         """:raises WorkersUnavailable: none of those that paused goes on."""

@@ -24,7 +24,9 @@ from middleware import Generate
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-LONG = {"temperature": 1.0, "max_new_tokens": 160, "ignore_eos": True}
+SPANS = {"temperature": 1.0, "max_new_tokens": 640, "ignore_eos": True}
+LONG = SPANS | {"max_new_tokens": 4000}
+"""Takes 10 s and more: it is never waited for."""
 
 
 def sample_of(tokens: list[int] = PROMPT, number: int = 0) -> Sample:
@@ -71,42 +73,47 @@ async def streaming_equals_non_streaming(engine: SGLangEngine, streaming: SGLang
     assert versions(streamed) == versions(whole) == ["default"]
 
 
-async def until_running(raw: Any, count: int) -> None:
-    while len(raw.tokenizer_manager.rid_to_state) != count:
+async def until_it_has_tokens(raw: Any, answer: asyncio.Task[Any]) -> None:
+    """What does not stream has them in pieces of 50."""
+    while not any(state.output_ids for state in raw.tokenizer_manager.rid_to_state.values()):
+        assert not answer.done(), "it has ended before it was seen to run"
+        await asyncio.sleep(0.01)
+
+
+async def until_nothing_runs(raw: Any) -> None:
+    while raw.tokenizer_manager.rid_to_state:
         await asyncio.sleep(0.01)
 
 
 async def abort_gives_what_there_is(engine: SGLangEngine, raw: Any) -> None:
     sample = sample_of()
     answer = asyncio.create_task(engine.generate(sample, LONG))
-    await until_running(raw, 1)
-    await asyncio.sleep(0.1)  # some tokens; nothing below depends on how many
+    await until_it_has_tokens(raw, answer)
     await engine.abort([sample])
     completion = await answer
     assert completion.status is SampleStatus.ABORTED
-    assert len(completion.tokens) == len(completion.log_probs or ()) < 160
-    await until_running(raw, 0)
+    assert 0 < len(completion.tokens) == len(completion.log_probs or ()) < 4000
+    await until_nothing_runs(raw)
 
 
 async def cancelling_leaves_nothing_behind(engine: SGLangEngine, raw: Any) -> None:
     answer = asyncio.create_task(engine.generate(sample_of(), LONG))
-    await until_running(raw, 1)
+    await until_it_has_tokens(raw, answer)
     answer.cancel()
     await asyncio.wait([answer])
-    await until_running(raw, 0)
+    await until_nothing_runs(raw)
 
 
 async def a_response_spans_an_update(engine: SGLangEngine, raw: Any, models: list[str], pause: Any) -> None:
-    answer = asyncio.create_task(engine.generate(sample_of(), LONG))
-    await until_running(raw, 1)
-    await asyncio.sleep(0.1)
+    answer = asyncio.create_task(engine.generate(sample_of(), SPANS))
+    await until_it_has_tokens(raw, answer)
     await engine.update_weights_from_disk(models[1], "7", pause)
     completion = await answer
     await engine.update_weights_from_disk(models[0], "default")
-    assert len(completion.tokens) == 160
+    assert len(completion.tokens) == 640
     before, after = completion.weight_versions
     assert (before.version, after.version) == ("default", "7")
-    assert 0 == before.start < before.end == after.start < after.end == 160
+    assert 0 == before.start < before.end == after.start < after.end == 640
 
 
 async def weights_come_as_tensors(engine: SGLangEngine, models: list[str]) -> None:
@@ -124,7 +131,9 @@ async def weights_come_as_tensors(engine: SGLangEngine, models: list[str]) -> No
 
 async def what_is_wrong_is_refused(engine: SGLangEngine, raw: Any) -> None:
     await refused(engine.generate(sample_of([5, 512]), GREEDY), "the token id 512 is not in the vocabulary of 512")
-    await refused(engine.generate(sample_of([5] * 600), GREEDY), "answered 400: The input (600 tokens) is longer than")
+    await refused(
+        engine.generate(sample_of([5] * 4097), GREEDY), "answered 400: The input (4097 tokens) is longer than"
+    )
     await refused(engine.update_weights_from_disk("/nope", "7"), "sglang.Engine/update_weights_from_disk answered 400")
     await refused(engine.set_weight_version(7), "answered 400: Expected `str`, got `int`")  # type: ignore[arg-type]
     typed = SGLangEngine(in_process=raw, fields={"top_logprobs_num": "3"})
@@ -168,8 +177,8 @@ def main() -> None:
         attention_backend="torch_native",
         disable_overlap_schedule=True,
         skip_server_warmup=True,
-        context_length=512,
-        max_total_tokens=4096,
+        context_length=4096,
+        max_total_tokens=65536,
     )
     try:
         print(anyio.run(check, raw, sys.argv[1:]).decode())

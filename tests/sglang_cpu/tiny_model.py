@@ -18,7 +18,7 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -57,7 +57,7 @@ def make(folder: Path, model: Any, seed: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1024, "chat_template": template}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | special))
     torch.manual_seed(seed)
     model().save_pretrained(folder)
