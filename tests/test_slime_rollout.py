@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import slime
+from backends.sglang.router import lost_by_router
 from backends.simulated import SimulatedEngine
 from backends.slime import generate_rollout, generate_rollout_async
 from backends.slime.samples import of_slime, sample_type
 from eventbus import LogReader
 from eventbus.batching import RolloutExhausted
-from eventbus.sample import Completion
+from eventbus.sample import Completion, Sample
 from eventbus.stage import ContractError
 from eventbus.testing import virtual_time
 from tests.slime_runs import (
@@ -128,6 +129,19 @@ def test_sampling_comes_from_args(user: Any) -> None:
     sampling = rollout(args).samples[0][0].metadata["sampling"]
     assert (sampling["temperature"], sampling["top_p"], sampling["max_new_tokens"]) == (1.0, 0.9, 8)
     assert (sampling["stop"], sampling["no_stop_trim"]) == (["</s>"], True)
+
+
+def test_which_tokens_could_be_drawn_is_asked_for_in_training_where_not_all_could(user: Any) -> None:
+    path = "user_plugins.generate_once"
+    ask = {"return_top_p_token_ids": True}
+    sampling = (
+        rollout(arguments(custom_generate_function_path=path, rollout_top_p=0.9)).samples[0][0].metadata["sampling"]
+    )
+    assert sampling["custom_params"] == ask
+    sampling = (
+        rollout(arguments(custom_generate_function_path=path, rollout_top_p=1.0)).samples[0][0].metadata["sampling"]
+    )
+    assert "custom_params" not in sampling
 
 
 def test_deterministic_inference_gives_siblings_seeds(user: Any) -> None:
@@ -436,6 +450,7 @@ def test_a_fanned_out_execution_that_is_done_goes_on_as_it_is(user: Any) -> None
 
 def test_filters_of_the_whole_rollout_run(user: Any) -> None:
     user.PROCESSED.clear()
+    user.GIVE.clear()
     args = arguments(
         rewards=equal_in([1], 6),
         dynamic_sampling_filter_path=STRICT,
@@ -445,6 +460,7 @@ def test_filters_of_the_whole_rollout_run(user: Any) -> None:
     output = rollout(args)
     assert output.samples[0][0].remove_sample
     assert user.PROCESSED == [[0, 2, 4, 6, 8]]
+    assert len(user.GIVE[0](3)) == 3  # what slime calls a data source there is the function of it that gives samples
 
 
 def test_a_rollout_can_be_recorded(tmp_path: Path) -> None:
@@ -571,10 +587,16 @@ def test_by_default_it_is_sglang_behind_slimes_router(monkeypatch: pytest.Monkey
     from backends.slime import engines
 
     made: list[dict[str, Any]] = []
+    asked: list[dict[str, Any]] = []
+
+    class Asked(SimulatedEngine):
+        async def generate(self, sample: Sample, sampling: Mapping[str, Any]) -> Completion:
+            asked.append({"sampling_params": dict(sampling)})
+            return await super().generate(sample, sampling)
 
     def make(**options: Any) -> SimulatedEngine:
         made.append(options)
-        return engine()
+        return Asked(lambda sample: Completion("ab", [1, 2], [-0.5, -0.5]))
 
     paths = {"backends.sglang:SGLangEngine": make}
     monkeypatch.setattr(
@@ -585,7 +607,6 @@ def test_by_default_it_is_sglang_behind_slimes_router(monkeypatch: pytest.Monkey
         use_rollout_routing_replay=True, num_layers=2, moe_router_topk=4, rollout_top_p=0.9,
     )  # fmt: skip
     sample = rollout(args).samples[0][0]
-    assert made == [
-        {"router": "http://10.0.0.1:3000", "routed_experts": (2, 4), "fields": {"return_sampling_mask": True}}
-    ]
+    assert made == [{"router": "http://10.0.0.1:3000", "routed_experts": (2, 4)}]
+    assert lost_by_router(asked[0]) == ["sampling_params.custom_params"]  # all else goes through slime's router
     assert sample.tokens[:-2] == [ord(character) for character in "prompt 0"]  # by slime's tokenizer, nothing in front

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from functools import cache
 from typing import Any
 
-from backends.slime.options import first, option
+from backends.slime.options import option
 from backends.slime.samples import from_slime, of_slime, to_slime
 from eventbus.imports import load_object
 from eventbus.sample import Sample
@@ -29,11 +29,9 @@ class SlimeEngine:
             self.engine: Engine = (load_object(path) if isinstance(path, str) else path)(args)
             return
         experts = (args.num_layers, args.moe_router_topk) if option(args, "use_rollout_routing_replay") else None
-        kept_ids = first(option(args, "rollout_top_p"), 1.0) != 1.0
         self.engine = load_object("backends.sglang:SGLangEngine")(
             router=f"http://{args.sglang_router_ip}:{args.sglang_router_port}",
             routed_experts=experts,
-            fields={"return_sampling_mask": True} if kept_ids else {},
         )
         self._tokenize = _tokenizer(args.hf_checkpoint)
 
@@ -41,6 +39,9 @@ class SlimeEngine:
         """:raises Exception: what the engine raises."""
         if self._tokenize is not None:
             await self._tokenize(sample)
+            # The router drops this one without a word, as it does for slime; to be heard, every request would have to
+            # go around the router. It only changes the text of slow tokenizers.
+            sampling = {name: value for name, value in sampling.items() if name != "spaces_between_special_tokens"}
         await Generate(self.engine, sampling)(sample)
 
     async def open(self, until: AsyncExitStack) -> None:

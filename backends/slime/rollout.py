@@ -69,7 +69,8 @@ async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, e
     if path := option(args, "rollout_sample_filter_path"):
         load_object(path)(args, samples)
     if path := option(args, "rollout_all_samples_process_path"):
-        load_object(path)(args, rollout.to_slime(list(rollout.complete.values())), data_source)
+        # slime calls it with the function that gives samples, not with the source that has it.
+        load_object(path)(args, rollout.to_slime(list(rollout.complete.values())), data_source.get_samples)
     output = of_slime("rollout.base_types", "RolloutFnTrainOutput", RolloutFnTrainOutput)
     return output(samples=samples, metrics=_metrics(batch.summary))
 

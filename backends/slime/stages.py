@@ -19,7 +19,7 @@ from uuid import uuid4
 from backends.slime.engines import SlimeEngine
 from backends.slime.filters import decision
 from backends.slime.hooks import apply_rollout_sample_hooks
-from backends.slime.options import LeftOver, concurrency, option, sampling
+from backends.slime.options import LeftOver, concurrency, first, option, sampling
 from backends.slime.samples import from_slime, of_slime, to_slime
 from eventbus.columns import LossMask
 from eventbus.context import current_rollout
@@ -127,6 +127,9 @@ class SlimeRollout:
         if ours.session_id is None:
             ours.session_id = str(uuid4())
         parameters = {**self._sampling, **sampling}
+        if not evaluation and first(option(args, "rollout_top_p"), 1.0) != 1.0:
+            # The trainer needs to know which tokens could be drawn; slime's build of SGLang tells it.
+            parameters["custom_params"] = {"return_top_p_token_ids": True}
         if option(args, "sglang_enable_deterministic_inference"):
             parameters["sampling_seed"] = args.rollout_seed + position
         path = option(theirs, "generate_function_path") or option(args, "custom_generate_function_path")

@@ -101,10 +101,12 @@ async def generate_once(args, sample, sampling_params, evaluation=False):
 
 
 PROCESSED = []
+GIVE = []
 
 
 def process_all(args, samples, data_source):
     PROCESSED.append([group[0].index for group in samples])
+    GIVE.append(data_source)
 
 
 def drop_first(args, samples):
