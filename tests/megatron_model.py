@@ -212,7 +212,8 @@ def part_of(whole: Tensor, parameter: Any) -> Tensor:
     """What a tensor-parallel rank has of it."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole
-    group = core("parallel_state", "get_tensor_model_parallel_group")()
+    expert = not getattr(parameter, "allreduce", True)
+    group = core("parallel_state", f"get_{'expert_tensor' if expert else 'tensor_model'}_parallel_group")()
     return whole.chunk(dist.get_world_size(group), parameter.partition_dim)[dist.get_rank(group)]
 
 

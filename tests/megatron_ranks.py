@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def run_on_ranks(count: int, module: str, *arguments: object) -> str:
+def run_on_ranks(count: int, module: str, *arguments: object, **environment: str) -> str:
     """What they printed. They have to end before pytest would end the whole process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -29,7 +29,7 @@ def run_on_ranks(count: int, module: str, *arguments: object) -> str:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,12 +20,14 @@ def core(module: str, name: str) -> Any:
 
 
 def take_the_cpu_for_a_gpu() -> None:
-    """Device, factories, random state and names of tensor types: what training with megatron-core touches."""
+    """Device, streams, factories, random state and names of tensor types: what training with megatron-core touches."""
     torch.set_num_threads(1)
     # The decorator of small functions, whose compiler takes longest of all to import, and then compiles for a CPU.
     torch.compile = lambda function=None, **options: function or (lambda other: other)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
+    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
@@ -37,16 +42,23 @@ def take_the_cpu_for_a_gpu() -> None:
         return type_of(self, dtype, *args, **kwargs)
 
     torch.Tensor.type = cuda_type  # type: ignore[method-assign]
+    leave_kernels_out()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is not installed beside it
         random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
 
 
+def leave_kernels_out() -> None:
+    """The one module of megatron-core 0.17 and later that takes triton for granted. None of its kernels is called."""
+    if importlib.util.find_spec("triton") is None:
+        kernels: Any = ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+        kernels.__getattr__ = lambda name: None
+        sys.modules[kernels.__name__] = kernels
+
+
 def let_experts_run() -> None:
-    """What the experts of megatron-core 0.16 take for granted: Transformer Engine, streams, and sizes on a GPU."""
-    torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
-    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
+    """What the experts of megatron-core take for granted: Transformer Engine, and sizes on a GPU."""
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     if not hasattr(utils, "te_general_gemm"):

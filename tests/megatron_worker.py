@@ -785,30 +785,33 @@ def options_that_are_refused() -> None:
         ({"aggregation": "batch"}, "aggregation is 'batch'"),
         ({"loss": NeedsMore()}, "the loss needs value, of advantage, old_log_probs, "),
     ):
-        with running(LAYOUTS["one"], case) as run:
+        with running(LAYOUTS["one"], case) as run, pytest.raises(ValueError, match=match):
             chosen: dict[str, Any] = {"max_tokens_per_gpu": CAP, **options}
-            with pytest.raises(ValueError, match=match):
-                MegatronTrainer(run.chunks, run.optimizer, **chosen)
-            for wrong, match in (
-                ({"loss": "ppo"}, "loss is a str, it must be a function"),
-                ({"forward": 3}, "forward is a int"),
-                ({"cost": 3}, "cost is a int"),
-                ({"reference": run.chunks[0]}, "reference is a DistributedDataParallel, it must be a list"),
-                ({"reference": []}, "reference is a list, it must be a list of model chunks"),
-            ):
-                with pytest.raises(TypeError, match=match):
-                    MegatronTrainer(run.chunks, run.optimizer, max_tokens_per_gpu=CAP, **wrong)
-            for model, optimizer, match in (
-                (run.chunks[0], run.optimizer, "model is a DistributedDataParallel, it must be a list"),
-                ([], run.optimizer, "it must be a list of model chunks"),
-                (run.chunks, None, "the optimizer is a NoneType, it must be what megatron"),
-            ):
-                with pytest.raises(TypeError, match=match):
-                    MegatronTrainer(model, optimizer, max_tokens_per_gpu=CAP)
-            with pytest.raises(TypeError, match=r"must be in a megatron\.core\.distributed"):
-                MegatronTrainer([run.chunks[0].module], run.optimizer, max_tokens_per_gpu=CAP)
-            with pytest.raises(ConfigError, match=r"2 model chunks, .*=None"):
-                MegatronTrainer(run.chunks * 2, run.optimizer, max_tokens_per_gpu=CAP)
+            MegatronTrainer(run.chunks, run.optimizer, **chosen)
+    with running(LAYOUTS["one"], case) as run:
+        for wrong, match in (
+            ({"loss": "ppo"}, "loss is a str, it must be a function"),
+            ({"forward": 3}, "forward is a int"),
+            ({"cost": 3}, "cost is a int"),
+            ({"reference": run.chunks[0]}, "reference is a DistributedDataParallel, it must be a list"),
+            ({"reference": []}, "reference is a list, it must be a list of model chunks"),
+        ):
+            with pytest.raises(TypeError, match=match):
+                MegatronTrainer(run.chunks, run.optimizer, max_tokens_per_gpu=CAP, **wrong)
+        for model, optimizer, match in (
+            (run.chunks[0], run.optimizer, "model is a DistributedDataParallel, it must be a list"),
+            ([], run.optimizer, "it must be a list of model chunks"),
+            (run.chunks, None, "the optimizer is a NoneType, it must be what megatron"),
+        ):
+            with pytest.raises(TypeError, match=match):
+                MegatronTrainer(model, optimizer, max_tokens_per_gpu=CAP)
+        with pytest.raises(TypeError, match=r"must be in a megatron\.core\.distributed"):
+            MegatronTrainer([run.chunks[0].module], run.optimizer, max_tokens_per_gpu=CAP)
+        with pytest.raises(ConfigError, match=r"2 model chunks, .*=None"):
+            MegatronTrainer(run.chunks * 2, run.optimizer, max_tokens_per_gpu=CAP)
+        run.chunks[0].ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
+        with pytest.raises(ConfigError, match="gradients' buffer, and this one does not: set it to False"):
+            MegatronTrainer(run.chunks, run.optimizer, max_tokens_per_gpu=CAP)
 
 
 # In two processes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from backends.megatron.deep_ep import _find_hook, guard_deep_ep
+from tests.megatron_ranks import run_on_ranks
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "tests" / "tms" / "fakecuda.c"
@@ -82,13 +85,17 @@ def hook(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def run(scenario: str, hook: str, driver: Path, **environment: str) -> None:
+def preloaded(hook: str, driver: Path) -> dict[str, str]:
+    """The environment of a process under the hook."""
     runtime = driver / ("libcudart.so.13" if "_cu13" in hook else "libcudart.so.12")
-    env = {"LD_PRELOAD": f"{hook}:{runtime}", "LD_LIBRARY_PATH": str(driver), **environment}
+    return {"LD_PRELOAD": f"{hook}:{runtime}", "LD_LIBRARY_PATH": str(driver)}
+
+
+def run(scenario: str, hook: str, driver: Path, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.tms.scenarios", scenario],
         cwd=ROOT,
-        env=os.environ | env,
+        env=os.environ | preloaded(hook, driver) | environment,
         capture_output=True,
         text=True,
     )
@@ -118,6 +125,37 @@ def test_every_scenario_is_run() -> None:
     before_helpers = source[source.index("def without_the_guard") : source.index("def in_thread")]
     written = [line.split("(")[0][4:] for line in before_helpers.splitlines() if line.startswith("def ")]
     assert sorted(written) == sorted([*SCENARIOS, "on_from_the_start", "in_a_region_of_the_package"])
+
+
+EAGER = [
+    "it_is_built_with_the_trainer",
+    "it_is_the_one_of_the_first_dispatch",
+    "a_hybrid_one_never_grows",
+    "ranks_with_different_tokens",
+    "where_there_is_none_to_build",
+    "one_rank_cannot",
+]
+
+
+@cache
+def ran_on_ranks(hook: str, driver: Path, folder: Path) -> dict[str, str | None]:
+    """What went wrong in each case."""
+    run_on_ranks(2, "tests.megatron_deep_ep_worker", folder, TMS_INIT_ENABLE="1", **preloaded(hook, driver))
+    found: dict[str, str | None] = json.loads((folder / "found.json").read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("case", EAGER)
+def test_the_buffer_of_a_trainer(case: str, hook: str, driver: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With real megatron-core, whose tokens go through the fake DeepEP."""
+    if "hook_mode" not in hook:
+        pytest.skip("this version knows no TMS_INIT_ENABLE")
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("needs megatron-core: make test-megatron")
+    folder = tmp_path_factory.getbasetemp() / f"eager-{_hooks().index(hook)}"
+    folder.mkdir(exist_ok=True)
+    error = ran_on_ranks(hook, driver, folder).get(case, "it did not run")
+    assert error is None, error
 
 
 @pytest.fixture

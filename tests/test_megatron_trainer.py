@@ -176,6 +176,8 @@ PLAIN = SimpleNamespace(
     moe_z_loss_coeff=None,
     moe_expert_capacity_factor=None,
     moe_router_enable_expert_bias=False,
+    moe_flex_dispatcher_backend="deepep",
+    expert_model_parallel_size=1,
     mtp_num_layers=None,
     overlap_moe_expert_parallel_comm=False,
     hybrid_context_parallel=False,
@@ -190,6 +192,12 @@ def check(
 
 
 ALIGNED = ParallelLayout(tp=2)
+HYBRIDEP = {
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "expert_model_parallel_size": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -205,6 +213,7 @@ ALIGNED = ParallelLayout(tp=2)
         ({"num_moe_experts": 4, "padded": True, "moe_expert_capacity_factor": 1.0}, "capacity_factor is set"),
         ({"num_moe_experts": 4, "padded": True, "moe_expert_rank_capacity_factor": 2.0}, "rank_capacity_factor is set"),
         ({"num_moe_experts": 4, "padded": True, "moe_router_enable_expert_bias": True}, "expert_bias is True"),
+        ({**HYBRIDEP, "layout": ParallelLayout(dp=2)}, "set moe_flex_dispatcher_backend='deepep'"),
         ({"mtp_num_layers": 1}, "multi-token prediction needs labels"),
         ({"overlap_moe_expert_parallel_comm": True}, "schedule plan"),
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
@@ -224,6 +233,10 @@ def test_configurations_that_compute_something_else_are_refused(options: dict[st
         {"pp": 4, "chunks": 2},
         {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01},
         {"num_moe_experts": 4, "padded": True},
+        {**HYBRIDEP, "layout": ParallelLayout(dp=2), "moe_hybridep_pad_uneven_dispatch_inputs": True},
+        {**HYBRIDEP, "layout": ParallelLayout(cp=2)},
+        {**HYBRIDEP, "layout": ParallelLayout(dp=2), "expert_model_parallel_size": 1},
+        {**HYBRIDEP, "layout": ParallelLayout(dp=2), "moe_flex_dispatcher_backend": "deepep"},
         {"num_moe_experts": 4, "padded": True, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01},
     ],
 )

@@ -61,6 +61,20 @@ def test_is_adam_created_anew_for_each_step(decoupled: bool, maximize: bool, opt
         assert not stateless.state
 
 
+def test_holds_nothing_between_steps_where_adamw_holds_the_weights_twice() -> None:
+    def held_after_a_step(make: Callable[[list[Any]], Any]) -> int:
+        params = parameters()
+        gradients(params, 0)
+        optimizer = make(params)
+        optimizer.step()
+        every = [value for state in optimizer.state.values() for value in state.values()]
+        return sum(int(value.nbytes) for value in every if value.shape)  # without the counts of steps
+
+    matrices = sum(int(parameter.nbytes) for parameter in parameters() if parameter.shape)
+    assert held_after_a_step(torch.optim.AdamW) >= 2 * matrices
+    assert held_after_a_step(StatelessAdam) == 0
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_in_other_precisions(dtype: str, tolerance: float) -> None:
     own, peer = parameters(getattr(torch, dtype)), parameters(getattr(torch, dtype))

@@ -104,7 +104,7 @@ class MegatronTrainer:
     `DistributedDataParallel`, the optimizer of `get_megatron_optimizer`, an `OptimizerParamScheduler` or None. The
     layout is that of `megatron.core.parallel_state`. Functions in the model's config that are None
     (`finalize_model_grads_func`, `grad_scale_func`, `no_sync_func`, `param_sync_func`) are set as that loop sets them.
-    `guard_deep_ep` is applied, since megatron-core builds DeepEP's buffers at the first dispatch.
+    `guard_deep_ep` is applied, since megatron-core builds DeepEP's buffer at the first dispatch.
 
     :param loss: the loss of each token.
     :param aggregation: how tokens become one number; see `backends.megatron.losses.aggregate`.
@@ -120,7 +120,11 @@ class MegatronTrainer:
         called on the last pipeline stage, that returns the log-probs [R].
     :param forward: runs a chunk.
     :param version: batches trained so far, in a run that goes on.
-    :raises ConfigError: megatron-core would compute something else than asked for; the message says what to change.
+    :param eager_deep_ep: build DeepEP's buffer here, on all ranks at once, so that a first batch takes no longer than
+        others and its memory is taken before it is needed elsewhere. A HybridEP buffer has room for
+        `max_tokens_per_gpu`, so it never grows.
+    :raises ConfigError: megatron-core would compute something else than asked for, or there is no buffer to build; the
+        message says what to change.
     :raises ValueError: an option is out of range.
     :raises TypeError: a chunk is not in a `DistributedDataParallel`, the optimizer is none of megatron-core, or what is
         to be called cannot be.
@@ -146,6 +150,7 @@ class MegatronTrainer:
         reference: Sequence[Any] | Callable[[MicroBatch], Tensor] | None = None,
         forward: Forward = forward,
         version: int = 0,
+        eager_deep_ep: bool = False,
     ) -> None:
         check_sizes("MegatronTrainer", global_batch_size, micro_batch_size, max_tokens_per_gpu)
         if padded and max_tokens_per_gpu is not None:
@@ -230,6 +235,12 @@ class MegatronTrainer:
         self._closed = False
         self._thread = ThreadPoolExecutor(1, "megatron", self._enter_thread, (torch.get_num_threads(),))
         self.guard = guard_deep_ep()
+        if eager_deep_ep:
+            try:
+                self._thread.submit(self._build_buffers, max_tokens_per_gpu).result()
+            except BaseException:
+                self.close()
+                raise
 
     async def train(self, batch: Batch | Shard) -> TrainResult:
         """Train on a batch: every step of its plan. All ranks call it, each with the same batch or with its own shard,
@@ -331,6 +342,29 @@ class MegatronTrainer:
         torch.set_num_threads(threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+
+    def _build_buffers(self, max_tokens_per_gpu: int | None) -> None:
+        """What megatron-core builds at the first dispatch, by its own functions: there it is found."""
+        dispatchers = [
+            layer.token_dispatcher
+            for chunk in chain(self.model, () if callable(self.reference) else self.reference or ())
+            for layer in unwrapped(chunk).modules()
+            if _flex_back_end(layer) in ("deepep", "hybridep")
+        ]
+        tokens = None
+        if max_tokens_per_gpu is not None:
+            multiple = self.layout.total_multiple
+            tokens = max_tokens_per_gpu * self.layout.cp // multiple * multiple // (self.layout.cp * self.layout.tp)
+        with self._kept():
+            for dispatcher in dispatchers:
+                _build_buffer(dispatcher, tokens)
+        # Over all ranks, since a pipeline stage may have no such layer.
+        (most,) = self._agreed(torch.tensor([len(dispatchers)], dtype=torch.float64))
+        if not most:
+            raise ConfigError(
+                "eager_deep_ep=True, but no layer of the model sends tokens through DeepEP: leave it out, or build the "
+                "model with moe_token_dispatcher_type='flex' and moe_flex_dispatcher_backend='deepep' or 'hybridep'"
+            )
 
     def _train(self, batch: Batch | Shard) -> TrainResult:
         self._error = None
@@ -770,12 +804,70 @@ def _reasons(config: Any, layout: ParallelLayout, pp: int, chunks: int, gloo: bo
                     f"routers take padding for tokens, which counts because {what}: turn that off, or train packed "
                     "without alignment (padded=False, cp 1, no sequence parallelism, token_multiple 1)"
                 )
+    if (
+        config.num_moe_experts
+        and config.moe_token_dispatcher_type == "flex"
+        and config.moe_flex_dispatcher_backend == "hybridep"
+        and config.expert_model_parallel_size > 1
+        and layout.dp > 1
+        and not getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False)
+    ):
+        yield (
+            "HybridEP takes as many tokens from each rank, and micro-batches differ: set "
+            "moe_flex_dispatcher_backend='deepep', or with megatron-core 0.19 moe_hybridep_pad_uneven_dispatch_inputs="
+            "True"
+        )
     if getattr(config, "mtp_num_layers", None):
         yield "multi-token prediction needs labels, and a policy loss has none: set mtp_num_layers=None"
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         yield "overlap_moe_expert_parallel_comm needs a schedule plan, not a forward pass: set it to False"
     if getattr(config, "hybrid_context_parallel", False):
         yield "hybrid_context_parallel plans micro-batches by itself: set it to False"
+
+
+def _flex_back_end(layer: Any) -> str | None:
+    """What a layer of experts sends tokens by; None: not by the dispatcher 'flex', or it is another layer."""
+    config: Any = getattr(getattr(layer, "token_dispatcher", None), "config", None)
+    if config is None or config.moe_token_dispatcher_type != "flex":
+        return None
+    back_end: str = config.moe_flex_dispatcher_backend
+    return back_end
+
+
+def _build_buffer(dispatcher: Any, tokens: int | None) -> None:
+    """The one for what `dispatcher` sends. All dispatchers of a process use the same, so it is built once.
+
+    :param tokens: of one rank, the most that there are in a micro-batch.
+    """
+    config = dispatcher.config
+    width = getattr(config, "moe_latent_size", None) or config.hidden_size
+    with optional_dependency():
+        fused = import_module("megatron.core.transformer.moe.fused_a2a")
+    if config.moe_flex_dispatcher_backend == "deepep":
+        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
+        fused.get_buffer(dispatcher.tp_ep_group, fused.get_hidden_bytes(torch.empty(0, width, dtype=dtype)))
+        return
+    if fused._hybrid_ep_buffer is not None:
+        return
+    if tokens is None:
+        raise ConfigError(
+            "eager_deep_ep=True, but how many tokens a HybridEP buffer has to hold is known from max_tokens_per_gpu "
+            "alone: give that instead of micro_batch_size, or leave eager_deep_ep out"
+        )
+    if getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False):
+        tokens += -tokens % fused.HYBRIDEP_TOKEN_ALIGNMENT
+    sms = getattr(config, "moe_flex_dispatcher_num_sms", None) or config.moe_hybridep_num_sms
+    options = {
+        "num_sms_dispatch_api": sms,
+        "num_sms_combine_api": sms,
+        "fp8_dispatch": False,
+        "num_blocks_permute": getattr(config, "moe_hybridep_num_blocks_permute", None),
+        "num_blocks_unpermute": getattr(config, "moe_hybridep_num_blocks_unpermute", None),
+        "num_sms_preprocessing_api": getattr(config, "moe_hybridep_num_sms_preprocessing", None),
+    }
+    known = inspect.signature(fused.init_hybrid_ep_buffer).parameters  # more of them in each version
+    options = {name: value for name, value in options.items() if name in known}
+    fused.init_hybrid_ep_buffer(dispatcher.tp_ep_group, width, tokens, dispatcher.num_local_experts, **options)
 
 
 def _shown(value: Any) -> str:
