@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from backends.megatron import deep_ep as guard
+from backends.megatron.config import ConfigError
 from backends.megatron.stream import RankFailed
-from backends.megatron.trainer import ConfigError
 from tests import megatron_model as tiny
 from tests.megatron_ranks import run_cases
 from tests.megatron_shims import core, let_experts_run, take_the_cpu_for_a_gpu

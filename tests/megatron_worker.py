@@ -30,13 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron import deep_ep
+from backends.megatron.config import ConfigError
 from backends.megatron.losses import Aggregation
 from backends.megatron.objective import Objective, Terms
 from backends.megatron.packing import BatchError, MicroBatch
 from backends.megatron.plan import SampleTooLong, TooFewSamples, transformer_flops
 from backends.megatron.stateless_adam import use_stateless_adam
 from backends.megatron.stream import RankFailed
-from backends.megatron.trainer import ConfigError, MegatronTrainer, forward
+from backends.megatron.trainer import MegatronTrainer, forward
 from eventbus import Batch, Group, Sample, TrainResult
 from eventbus.columns import LogProbs, LossMask, Tokens
 from eventbus.group import Summary

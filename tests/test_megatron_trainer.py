@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch", reason="needs torch: rolloutbus[megatron]")
 from torch.autograd import gradcheck  # noqa: E402
 
 from backends.megatron import losses  # noqa: E402
+from backends.megatron.config import ConfigError, check_config  # noqa: E402
 from backends.megatron.log_probs import kept_tokens, log_probs_and_entropy  # noqa: E402
 from backends.megatron.objective import Objective  # noqa: E402
 from backends.megatron.plan import ParallelLayout  # noqa: E402
-from backends.megatron.trainer import ConfigError, check_config  # noqa: E402
 from tests import megatron_worker  # noqa: E402
 from tests.megatron_ranks import run_on_ranks  # noqa: E402
 

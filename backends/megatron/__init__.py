@@ -7,6 +7,8 @@
     objective        a policy loss by its options
     log_probs        out of logits that lie on several ranks
     trainer          from a batch to steps of the optimizer
+    config           configurations that compute something else are refused
+    buffers          DeepEP's buffer before the first dispatch
     chunks           a model's chunks, without their wrappers
     stream           one rank owns the stream, every rank trains its part
     weights          from the model to the engine, by the names of Hugging Face
@@ -25,12 +27,13 @@ from backends.megatron.plan import ParallelLayout, PlanError, plan_microbatches
 from eventbus.imports import optional_dependency
 
 if TYPE_CHECKING:
+    from backends.megatron.config import ConfigError
     from backends.megatron.objective import Objective, Terms
     from backends.megatron.packing import MicroBatch, StepTotals, pack, step_totals
     from backends.megatron.shard import Shard
     from backends.megatron.stateless_adam import StatelessAdam
     from backends.megatron.stream import RankFailed, ShardedStream
-    from backends.megatron.trainer import ConfigError, MegatronTrainer
+    from backends.megatron.trainer import MegatronTrainer
     from backends.megatron.weights import (
         Broadcast,
         Checkpoint,
@@ -68,7 +71,7 @@ __all__ = [
 _WITH_TORCH = {
     "Broadcast": "weights",
     "Checkpoint": "weights",
-    "ConfigError": "trainer",
+    "ConfigError": "config",
     "MegatronTrainer": "trainer",
     "MicroBatch": "packing",
     "Objective": "objective",

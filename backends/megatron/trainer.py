@@ -41,7 +41,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron import losses
+from backends.megatron.buffers import build_buffers
 from backends.megatron.chunks import device_of, unwrapped
+from backends.megatron.config import ConfigError, check_config
 from backends.megatron.deep_ep import guard_deep_ep
 from backends.megatron.log_probs import kept_tokens, log_probs_and_entropy
 from backends.megatron.losses import Aggregation, PolicyLoss
@@ -55,7 +57,7 @@ from eventbus.group import Batch, TrainResult, reward_number
 from eventbus.imports import optional_dependency
 from eventbus.sample import Sample
 
-__all__ = ["ConfigError", "Forward", "Loss", "MegatronTrainer", "check_config", "forward"]
+__all__ = ["Forward", "Loss", "MegatronTrainer", "forward"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -73,10 +75,6 @@ _KNOWN: Final = frozenset(
 )
 _OWN_INPUTS: Final = frozenset({"input_ids", "position_ids", "attention_mask", "packed_seq_params"})
 """What `forward` gives a model itself."""
-
-
-class ConfigError(ValueError):
-    """A configuration that megatron-core accepts and computes wrongly, or that this trainer cannot run."""
 
 
 def forward(model: Any, batch: MicroBatch) -> Tensor:
@@ -344,22 +342,15 @@ class MegatronTrainer:
             torch.cuda.set_device(self._device)
 
     def _build_buffers(self, max_tokens_per_gpu: int | None) -> None:
-        """What megatron-core builds at the first dispatch, by its own functions: there it is found."""
-        dispatchers = [
-            layer.token_dispatcher
-            for chunk in chain(self.model, () if callable(self.reference) else self.reference or ())
-            for layer in unwrapped(chunk).modules()
-            if _flex_back_end(layer) in ("deepep", "hybridep")
-        ]
-        tokens = None
+        chunks = chain(self.model, () if callable(self.reference) else self.reference or ())
+        tokens, used = None, False
         if max_tokens_per_gpu is not None:
             multiple = self.layout.total_multiple
             tokens = max_tokens_per_gpu * self.layout.cp // multiple * multiple // (self.layout.cp * self.layout.tp)
         with self._kept():
-            for dispatcher in dispatchers:
-                _build_buffer(dispatcher, tokens)
+            used = build_buffers(chunks, tokens)
         # Over all ranks, since a pipeline stage may have no such layer.
-        (most,) = self._agreed(torch.tensor([len(dispatchers)], dtype=torch.float64))
+        (most,) = self._agreed(torch.tensor([used], dtype=torch.float64))
         if not most:
             raise ConfigError(
                 "eager_deep_ep=True, but no layer of the model sends tokens through DeepEP: leave it out, or build the "
@@ -754,120 +745,6 @@ class _Ranks:
             dp_cp_group=dp_cp_group,
             all_groups=(state.get_model_parallel_group(), dp_cp_group),
         )
-
-
-def check_config(config: Any, layout: ParallelLayout, *, pp: int, chunks: int, gloo: bool, padded: bool) -> None:
-    """Refuse what megatron-core takes and computes wrongly, each with the reason. `MegatronTrainer` does it.
-
-    :param config: a `TransformerConfig`.
-    :param pp: pipeline stages.
-    :param chunks: virtual stages on each.
-    :param gloo: what stages send each other goes over gloo.
-    :raises ConfigError: there is such a thing.
-    """
-    for found in _reasons(config, layout, pp, chunks, gloo, padded):
-        raise ConfigError(found)
-
-
-def _reasons(config: Any, layout: ParallelLayout, pp: int, chunks: int, gloo: bool, padded: bool) -> Iterator[str]:
-    if pp > 1 and not config.variable_seq_lengths:
-        yield (
-            "the lengths of micro-batches differ, and pipeline stages expect tensors of one shape: set "
-            "variable_seq_lengths=True"
-        )
-    if config.num_moe_experts and config.variable_seq_lengths and config.moe_token_dispatcher_type == "allgather":
-        yield "the dispatcher 'allgather' needs one sequence length: set moe_token_dispatcher_type='alltoall'"
-    if pp == 2 and chunks > 1 and config.batch_p2p_comm:
-        yield (
-            "with two stages the previous one is also the next, and batched messages of virtual stages get mixed up: "
-            "activations are taken for gradients. Set overlap_p2p_comm=True and batch_p2p_comm=False"
-        )
-    if pp > 1 and gloo and config.deallocate_pipeline_outputs:
-        yield (
-            "gloo still reads a tensor that was sent when deallocate_pipeline_outputs frees it: set "
-            "deallocate_pipeline_outputs=False"
-        )
-    if config.num_moe_experts and (padded or layout.total_multiple > 1):
-        uses = {
-            "moe_aux_loss_coeff": "moe_router_load_balancing_type is not 'none' and moe_aux_loss_coeff not 0",
-            "moe_z_loss_coeff": "moe_z_loss_coeff is set",
-            "moe_expert_capacity_factor": "moe_expert_capacity_factor is set",
-            "moe_expert_rank_capacity_factor": "moe_expert_rank_capacity_factor is set",
-            "moe_router_enable_expert_bias": "moe_router_enable_expert_bias is True",
-        }
-        for name, what in uses.items():
-            if name == "moe_aux_loss_coeff" and config.moe_router_load_balancing_type == "none":
-                continue
-            value = getattr(config, name, None)
-            if any(value) if isinstance(value, list | tuple) else value:
-                yield (
-                    f"routers take padding for tokens, which counts because {what}: turn that off, or train packed "
-                    "without alignment (padded=False, cp 1, no sequence parallelism, token_multiple 1)"
-                )
-    if (
-        config.num_moe_experts
-        and config.moe_token_dispatcher_type == "flex"
-        and config.moe_flex_dispatcher_backend == "hybridep"
-        and config.expert_model_parallel_size > 1
-        and layout.dp > 1
-        and not getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False)
-    ):
-        yield (
-            "HybridEP takes as many tokens from each rank, and micro-batches differ: set "
-            "moe_flex_dispatcher_backend='deepep', or with megatron-core 0.19 moe_hybridep_pad_uneven_dispatch_inputs="
-            "True"
-        )
-    if getattr(config, "mtp_num_layers", None):
-        yield "multi-token prediction needs labels, and a policy loss has none: set mtp_num_layers=None"
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        yield "overlap_moe_expert_parallel_comm needs a schedule plan, not a forward pass: set it to False"
-    if getattr(config, "hybrid_context_parallel", False):
-        yield "hybrid_context_parallel plans micro-batches by itself: set it to False"
-
-
-def _flex_back_end(layer: Any) -> str | None:
-    """What a layer of experts sends tokens by; None: not by the dispatcher 'flex', or it is another layer."""
-    config: Any = getattr(getattr(layer, "token_dispatcher", None), "config", None)
-    if config is None or config.moe_token_dispatcher_type != "flex":
-        return None
-    back_end: str = config.moe_flex_dispatcher_backend
-    return back_end
-
-
-def _build_buffer(dispatcher: Any, tokens: int | None) -> None:
-    """The one for what `dispatcher` sends. All dispatchers of a process use the same, so it is built once.
-
-    :param tokens: of one rank, the most that there are in a micro-batch.
-    """
-    config = dispatcher.config
-    width = getattr(config, "moe_latent_size", None) or config.hidden_size
-    with optional_dependency():
-        fused = import_module("megatron.core.transformer.moe.fused_a2a")
-    if config.moe_flex_dispatcher_backend == "deepep":
-        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
-        fused.get_buffer(dispatcher.tp_ep_group, fused.get_hidden_bytes(torch.empty(0, width, dtype=dtype)))
-        return
-    if fused._hybrid_ep_buffer is not None:
-        return
-    if tokens is None:
-        raise ConfigError(
-            "eager_deep_ep=True, but how many tokens a HybridEP buffer has to hold is known from max_tokens_per_gpu "
-            "alone: give that instead of micro_batch_size, or leave eager_deep_ep out"
-        )
-    if getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False):
-        tokens += -tokens % fused.HYBRIDEP_TOKEN_ALIGNMENT
-    sms = getattr(config, "moe_flex_dispatcher_num_sms", None) or config.moe_hybridep_num_sms
-    options = {
-        "num_sms_dispatch_api": sms,
-        "num_sms_combine_api": sms,
-        "fp8_dispatch": False,
-        "num_blocks_permute": getattr(config, "moe_hybridep_num_blocks_permute", None),
-        "num_blocks_unpermute": getattr(config, "moe_hybridep_num_blocks_unpermute", None),
-        "num_sms_preprocessing_api": getattr(config, "moe_hybridep_num_sms_preprocessing", None),
-    }
-    known = inspect.signature(fused.init_hybrid_ep_buffer).parameters  # more of them in each version
-    options = {name: value for name, value in options.items() if name in known}
-    fused.init_hybrid_ep_buffer(dispatcher.tp_ep_group, width, tokens, dispatcher.num_local_experts, **options)
 
 
 def _shown(value: Any) -> str:
