@@ -31,6 +31,9 @@ _LIMIT: Final = 256 << 20
 class Recorder:
     """An observer that writes every event, and the samples, into a log: `Pipeline(observers=[Recorder("run.mcap")])`.
 
+    With them it keeps how the stages can be made anew, options included, but for what looks like a secret
+    (`eventbus.log.stages`), so that a replay has them.
+
     It loses nothing: while more waits for the file than `LogWriter` may hold, the pipeline waits. Entered again, by
     another pipeline or the same one, it goes on in a file of its own: `run.2.mcap`, `run.3.mcap`.
 
