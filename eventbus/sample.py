@@ -115,20 +115,36 @@ class Sample(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_default
         response (`max_new_tokens`). The status is PENDING then: `Generate` goes on from here.
 
         :param tokens: those of `text`, without the special tokens that a tokenizer puts at the beginning of a text.
+        :raises ValueError: there is no response yet, or a column is not as long as it; nothing has been changed.
+        :raises TypeError: `tokens` are no numbers.
         """
-        length = len(tokens)
-        self.tokens += tokens  # first: it refuses what is no token
-        if self.loss_mask is None:
-            self.loss_mask = LossMask([1] * self.response_length)
-        self.loss_mask += [0] * length
-        if self.rollout_log_probs is not None:
-            self.rollout_log_probs += [0.0] * length
-        if self.teacher_log_probs is not None:
-            self.teacher_log_probs += [0.0] * length
+        if not self.response_length:
+            raise ValueError(
+                f"sample {self.index}: there is no response yet; what comes before it belongs into the prompt"
+            )
+        self.__post_init__()  # a stage may have set plain lists
+        added = Tokens(tokens)
+        mask = LossMask([1] * self.response_length) if self.loss_mask is None else self.loss_mask
+        for name, column in (
+            ("loss_mask", mask),
+            ("rollout_log_probs", self.rollout_log_probs),
+            ("teacher_log_probs", self.teacher_log_probs),
+        ):
+            if column is not None and len(column) != self.response_length:
+                raise ValueError(
+                    f"sample {self.index}: {name} has {len(column)} values for {self.response_length} tokens"
+                )
+        nothing = [0] * len(added)
+        self.loss_mask = mask + nothing
+        for of in (self.rollout_log_probs, self.teacher_log_probs):
+            if of is not None:
+                of += nothing
         if self.rollout_top_p_token_offsets is not None:
-            self.rollout_top_p_token_offsets += self.rollout_top_p_token_offsets[-1:] * length
+            offsets = Tokens(self.rollout_top_p_token_offsets)
+            self.rollout_top_p_token_offsets = offsets + offsets[-1:] * len(added)
+        self.tokens += added
         self.response += text
-        self.response_length += length
+        self.response_length += len(added)
         self.status = SampleStatus.PENDING
 
     def copy(self) -> Sample:

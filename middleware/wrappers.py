@@ -87,7 +87,7 @@ def timeout(stage: Callable[..., Any], seconds: float) -> DeclaredStage:
             return value if result is None else result
         raise TimeoutError(_too_long(inner, value, seconds))
 
-    return _like(stage, inner, timed)
+    return _like(stage, inner, timed, transparent=False)  # it may raise what the stage does not
 
 
 def retry(
@@ -243,10 +243,16 @@ def at_least_one(name: str, value: int) -> int:
     return number
 
 
-def _like(stage: Callable[..., Any], inner: Stage, function: Callable[..., Awaitable[Any]]) -> DeclaredStage:
-    """`function` with all that the pipeline reads off `stage`."""
+def _like(
+    stage: Callable[..., Any], inner: Stage, function: Callable[..., Awaitable[Any]], transparent: bool = True
+) -> DeclaredStage:
+    """`function` with all that the pipeline reads off `stage`.
+
+    :param transparent: what comes out is what `stage` makes of it.
+    """
     wrapped = wraps(stage, updated=())(function)
-    wrapped.inside = stage  # type: ignore[attr-defined]  # what a log keeps in its place
+    if transparent:
+        wrapped.inside = wrapped, stage  # type: ignore[attr-defined]  # what a log keeps in its place
     return DeclaredStage(
         wrapped,
         inner.level,

@@ -620,7 +620,7 @@ def test_durable_waits_for_the_disk_when_a_round_ends(path: Path, monkeypatch: p
 
 
 def test_the_header_says_how_it_was_written(path: Path) -> None:
-    stages = [StageNote("judge", "sample", external=True, path="my_stages:judge", repr="<judge>")]
+    stages = [StageNote("judge", "sample", external=True, path="my_stages:judge", table={"use": "my_stages:judge"})]
     with LogWriter(path, payload="kept", config='[prompts]\npath = "\u00e4"\n', stages=stages):
         pass
     with LogReader(path) as log:
@@ -784,6 +784,7 @@ def test_a_command_line_that_is_no_utf_8(path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_buffer_is_not_full_when_nothing_can_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run"])  # which is in the file
     monkeypatch.setattr(container_module, "os", FullDisk(26_000))
     log = LogWriter(path, limit=1)
     with pytest.raises(LogError, match="No space left"):

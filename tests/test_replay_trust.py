@@ -275,7 +275,7 @@ def test_a_log_does_not_run_what_says_that_it_is_external(project: Path) -> None
     log = project / "own.mcap"
     record(Pipeline(endless(), [Generate(engine(length=2)), stage], BatchSpec(2), observers=[Recorder(log)]), 1)
     reader = LogReader(log)
-    for table in (None, {"use": "mine:remote"}, {"use": "mine:remote", "external": False}):
+    for table in ({"use": "mine:remote"}, {"use": "mine:remote", "external": False}):
         note = msgspec.structs.replace(reader.header.stages[1], path="mine:remote", external=False, table=table)
         reader.header = msgspec.structs.replace(reader.header, stages=[reader.header.stages[0], note])
         assert Replay(reader).verify().not_verified["score"] == "external: it answered from the record"

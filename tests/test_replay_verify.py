@@ -466,12 +466,14 @@ def test_what_could_not_be_read_is_told_once_per_kind(tmp_path: Path) -> None:
 
 
 def test_notes_that_say_the_same_of_several_rounds_are_told_as_one() -> None:
-    report = VerifyReport(notes=["rollout 0: cut: off", "alone", "rollout 1: cut: off", "rollout 2: gone", "other"])
+    report = VerifyReport(
+        notes=["rollout 0: cut: off", "alone", "rollout 1: cut: off", "evaluation 1: cut: off", "x: y"]
+    )
     assert str(report).splitlines()[1:] == [
-        "note: rollout 0 and 1 more: cut: off",
+        "note: rollouts 0, 1: cut: off",
         "note: alone",
-        "note: rollout 2: gone",
-        "note: other",
+        "note: evaluation 1: cut: off",
+        "note: x: y",
     ]
 
 

@@ -69,11 +69,32 @@ def test_an_observation_keeps_the_mask_that_is_there() -> None:
     assert sample.rollout_log_probs is None
 
 
-def test_an_observation_that_is_none_changes_nothing() -> None:
-    sample = Sample(tokens=Tokens([1, 2]), response_length=1, status=SampleStatus.COMPLETED)
-    with pytest.raises(TypeError):
-        sample.append_observation("42", "42")  # type: ignore[arg-type]
-    assert sample == Sample(tokens=Tokens([1, 2]), response_length=1, status=SampleStatus.COMPLETED)
+def test_an_observation_comes_behind_what_a_stage_has_set() -> None:
+    sample = Sample(response_length=2)
+    sample.tokens, sample.loss_mask = np.array([1, 2]), [1, 0]  # type: ignore[assignment]
+    sample.append_observation("", np.array([3, 4]))  # type: ignore[arg-type]
+    assert sample.tokens == [1, 2, 3, 4]
+    assert sample.loss_mask == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "error", "message"),
+    [
+        ({}, "42", TypeError, None),
+        ({}, [2**40], OverflowError, None),
+        ({"response_length": 0}, [1], ValueError, "sample 7: there is no response yet"),
+        ({"loss_mask": LossMask([1, 1])}, [1], ValueError, "sample 7: loss_mask has 2 values for 1 tokens"),
+        ({"rollout_log_probs": LogProbs([])}, [1], ValueError, "rollout_log_probs has 0 values for 1 tokens"),
+    ],
+)
+def test_an_observation_that_is_none_changes_nothing(
+    fields: dict[str, Any], tokens: Any, error: type[Exception], message: str | None
+) -> None:
+    sample = Sample(**{"index": 7, "tokens": Tokens([1, 2]), "response_length": 1, **fields})
+    before = sample.copy()
+    with pytest.raises(error, match=message):
+        sample.append_observation("42", tokens)
+    assert sample == before
 
 
 def test_status_is_its_value() -> None:

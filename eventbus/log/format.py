@@ -111,10 +111,14 @@ class StageNote(msgspec.Struct, frozen=True, omit_defaults=True):
     external: bool = False
     on_error: str = "fail"
     path: str | None = None
-    """`module:name` under which the function or class can be imported."""
-    repr: str = ""
+    """`module:name` of the function or class, where it has one."""
     table: dict[str, Any] | None = None
     """What a configuration would say of it, where that makes it anew."""
+    wraps: bool = False
+    """It takes `call_next`."""
+    fans_out: bool = False
+    counts: bool = False
+    """It asks for `remaining` or `target`."""
 
 
 class LogHeader(msgspec.Struct, frozen=True, omit_defaults=True):

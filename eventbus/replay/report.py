@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -182,22 +182,26 @@ def _sums(counts: list[dict[str, Change]]) -> dict[str, Change]:
 
 def _folded(notes: list[str]) -> Iterator[str]:
     """Those that say the same of several rounds, as one."""
-    alike: dict[str, list[str]] = {}
+    alike: dict[tuple[str, str], dict[str, None]] = {}
     for note in notes:
         where, colon, what = note.partition(": ")
-        alike.setdefault(colon + what or note, []).append(where)
-    for what, (first, *others) in alike.items():
-        if what.startswith(": "):
-            yield first + (f" and {len(others)} more" if others else "") + what
+        round, _, number = where.partition(" ")
+        if colon and number.isdecimal():
+            alike.setdefault((round, what), {})[number] = None
         else:
-            yield what
+            alike[note, ""] = {}
+    for (round, what), numbers in alike.items():
+        if not numbers:
+            yield round
+        else:
+            yield f"{round}{'s' if len(numbers) > 1 else ''} {_numbers(list(numbers))}: {what}"
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _numbers(numbers: list[int], most: int = 12) -> str:
+def _numbers(numbers: Sequence[int | str], most: int = 12) -> str:
     text = ", ".join(map(str, numbers[:most]))
     return text if len(numbers) <= most else f"{text}, ... (and {len(numbers) - most} more)"
 

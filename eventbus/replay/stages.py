@@ -20,6 +20,8 @@ import msgspec
 from eventbus.config import ConfigError, Reach, build_stage, override, parse, parse_value
 from eventbus.events import GroupJudged, StageApplied
 from eventbus.imports import LoadError, load_object
+from eventbus.log.format import StageNote
+from eventbus.log.stages import table_of
 from eventbus.pipeline import Pipeline
 from eventbus.replay.record import RecordedLog, ReplayError, RoundRecord
 from eventbus.replay.trust import Unasked
@@ -40,6 +42,8 @@ __all__ = [
 ]
 
 
+_DECLARED: Final = frozenset({"name", "external", "on_error", "in_thread", "timeout", "retry", "limit"})
+"""Keys that a stage's note has fields for, or that no log writes."""
 _PATH: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
@@ -52,6 +56,12 @@ class Known(msgspec.Struct, frozen=True):
     external: bool = False
     on_error: Any = "fail"
     missing: str | None = None
+    note: StageNote | None = None
+    """Of one that is not here: how it behaved, where the log says so."""
+
+    @classmethod
+    def gone(cls, note: StageNote, why: str) -> Known:
+        return cls(note.name, note.level, None, note.external, note.on_error, why, note)
 
     def runs(self, run_external: bool) -> bool:
         """It is here, and nothing says that it answers from the record."""
@@ -138,18 +148,19 @@ def stages_of(known: Sequence[Known], round: RoundRecord) -> list[Stage]:
             stages.append(each.stage)
             continue
         shape = shape or _Shape(round, known)
-        wants = frozenset({"remaining", "target"} if each.name in shape.judges else ())
+        note = each.note or StageNote(each.name, each.level)
+        counts = note.counts or each.name in shape.judges
         stages.append(
             Stage(
                 each.name,
                 each.level,  # type: ignore[arg-type]
                 partial(_unavailable, each),
-                wraps=each.name in shape.wrappers,
+                wraps=note.wraps if each.note else each.name in shape.wrappers,
                 takes_args=False,
-                wants=wants,
+                wants=frozenset({"remaining", "target"} if counts else ()),
                 external=each.external,
                 on_error=each.on_error,
-                fans_out=each.name in shape.fans_out,
+                fans_out=note.fans_out or each.name in shape.fans_out,
             )
         )
     return stages
@@ -271,32 +282,34 @@ def _from_table(table: Mapping[str, Any], position: int, base: Path, reach: Reac
         why = f"{type(error).__name__}: {error}" if not isinstance(error, ConfigError) else str(error)
         if note is None:
             raise ReplayError(f"{why}; and the log does not say what kind of stage it is") from error
-        return Known(note.name, note.level, None, note.external, note.on_error, why)
+        return Known.gone(note, why)
 
 
-def _from_note(note: Any, base: Path, reach: Reach | None) -> Known:
-    why = f"the log has no import path for it{f' ({note.repr})' if note.repr else ''}"
+def _from_note(note: StageNote, base: Path, reach: Reach | None) -> Known:
+    if note.table is None:
+        of = "no import path for it" if note.path is None else f"not all that makes it of {note.path}"
+        return Known.gone(note, f"the log has {of}; give the stages of the run")
     try:
-        if note.table is not None:
-            options = {key: value for key, value in note.table.items() if key != "external"}
-            found: Any = build_stage(options, note.name, base, _NoEngine(), reach)
-        else:
-            load = load_object if reach is None else reach.load
-            found = None if note.path is None else load(note.path)
-        if inspect.isclass(found):
-            why = (
-                f"it is an instance of {note.path}, with options that the log does not have; give the stages of the run"
+        options = {key: value for key, value in note.table.items() if key not in _DECLARED}
+        made = build_stage(options, note.name, base, _NoEngine(), reach)
+        # What says of itself that it cannot be done again stays so, whatever the log says.
+        stage = bind(
+            DeclaredStage(
+                made,
+                note.level,  # type: ignore[arg-type]
+                name=note.name,
+                external=note.external or None,
+                on_error=note.on_error,  # type: ignore[arg-type]
+                fans_out=note.fans_out or None,
             )
-        elif found is not None:
-            # Whatever the log says, what says of itself that it cannot be done again stays so.
-            external = note.external or None
-            stage = bind(DeclaredStage(found, note.level, name=note.name, external=external, on_error=note.on_error))
-            return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
+        )
+        if table_of(altered(stage, external=False)) != options and not stage.external:
+            return Known.gone(note, f"made anew from {options['use']}, it has not the options that it had")
+        return Known(stage.name, stage.level, stage, stage.external, stage.on_error)
     except (LoadError, ConfigError) as error:
-        why = str(error)
+        return Known.gone(note, str(error))
     except Exception as error:  # also what its module raises
-        why = f"{type(error).__name__}: {error}"
-    return Known(note.name, note.level, None, note.external, note.on_error, why)
+        return Known.gone(note, f"{type(error).__name__}: {error}")
 
 
 def _unavailable(known: Known, value: Any) -> Any:
