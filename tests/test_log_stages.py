@@ -15,6 +15,7 @@ from backends.simulated import SimulatedEngine
 from eventbus import BatchSpec, Pipeline, Replay
 from eventbus.group import Group
 from eventbus.log import stage_notes
+from eventbus.log.secrets import masked
 from eventbus.log.stages import LARGEST_TABLE
 from eventbus.sample import Sample
 from eventbus.stage import bind_all
@@ -298,6 +299,14 @@ def test_what_looks_like_a_secret_gets_into_no_log(tmp_path: Path, options: dict
     stages = [Generate(engine()), partial(asks, **options), sample_stage(partial(asks, **options), name="external")]
     notes = stage_notes(bind_all(stages))
     assert "WORD" not in str(notes)
+
+
+def test_a_command_line_is_kept_without_its_secrets() -> None:
+    line = (
+        "run.py --api-key WORD --hf-token=WORD --key reward https://me:WORD@host --set judge.api_key=WORD --secret -v x"
+    )
+    shown = " ".join(masked(line.split()))
+    assert shown == "run.py --api-key *** --hf-token=*** --key reward *** --set judge.api_key=*** --secret -v x"
 
 
 def test_an_object_that_stages_share_has_no_table() -> None:

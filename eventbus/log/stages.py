@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from functools import partial
 from typing import Any, Final
 
 from eventbus.log.format import StageNote
+from eventbus.log.secrets import is_secret_name, is_secret_value
 from eventbus.stage import DeclaredStage, Stage
 
 __all__ = ["stage_notes", "table_of"]
@@ -33,13 +33,6 @@ LARGEST_TABLE: Final = 1 << 16
 _DEEPEST: Final = 16
 _TAKEN: Final = frozenset({"use", "name", "external", "on_error", "in_thread", "timeout", "retry", "limit"})
 """Keys of a table that are no options of the stage."""
-_SECRET_NAME: Final = re.compile(
-    r"(api|access|private|secret)key|secret|passw|pwd|credential|auth|bearer|cookie|header|session|token$"
-)
-_SECRET_VALUE: Final = re.compile(
-    r"://[^/\s]*@|\bbearer\b|\bsk-|\bhf_|(key|token|secret|password)=|^(proxy-)?authorization$|^cookie$|^x-api-key$",
-    re.IGNORECASE,
-)
 
 
 def stage_notes(stages: Sequence[Stage]) -> list[StageNote]:
@@ -136,7 +129,7 @@ class _Writer:
             raise _NoTableError
         if kind is str:
             value.encode()  # a lone surrogate cannot be written
-            if _SECRET_VALUE.search(value):
+            if is_secret_value(value):
                 raise _NoTableError
             return value
         if value is None or kind in (bool, int) or (kind is float and math.isfinite(value)):
@@ -175,6 +168,6 @@ class _Writer:
 
     def _options(self, options: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         for name in options:
-            if type(name) is not str or name == "use" or _SECRET_NAME.search(re.sub(r"[-_\s]", "", name).lower()):
+            if type(name) is not str or name == "use" or is_secret_name(name):
                 raise _NoTableError
         return {name: self._described(value, depth + 1) for name, value in options.items()}

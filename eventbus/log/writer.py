@@ -47,6 +47,7 @@ from eventbus.log.format import (
     metadata_record,
     printable,
 )
+from eventbus.log.secrets import masked
 from eventbus.sample import Sample
 from eventbus.wire import SCHEMA_VERSION, encode
 
@@ -121,7 +122,7 @@ class LogWriter:
             stages=list(stages),
             versions=_versions(),
             started_ns=time.time_ns(),
-            command=list(map(printable, sys.argv)),
+            command=masked(map(printable, sys.argv)),
         )
         self._thread = threading.Thread(target=self._run, name=f"rolloutbus log {self.path.name}", daemon=True)
         try:
