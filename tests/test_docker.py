@@ -183,7 +183,7 @@ def test_the_image_holds_what_it_should(image: Image) -> None:
     assert list((image.root / "var/lib/apt/lists").iterdir()) == []
     there = {path.name for path in (image.root / "app").iterdir()}
     assert {"Makefile", "docker", "tests", ".venv"} <= there
-    assert not {".git", "site", ".venv-sglang"} & there
+    assert not {".git", "site", ".venv-sglang", ".venv-verl"} & there
     for folder in ("data", "models"):
         assert (image.root / folder).stat().st_uid == 10001
 
