@@ -61,22 +61,28 @@ def train(run: Run) -> None:
     run.check_gradients(gradients)
 
 
+def started(layout: Layout, stack: ExitStack) -> tuple[Run, Counts]:
+    """A run whose trainer builds the buffer, and what was taken for that."""
+    built: list[Run] = []
+    taken = taken_by(lambda: built.append(stack.enter_context(running(layout, eager_deep_ep=True))))
+    return built[0], taken
+
+
 # The cases
 
 
 def it_is_built_with_the_trainer(folder: Path) -> None:
     """Once, in its thread, with the region off; then none is built, forwards or backwards."""
     with fresh(DEEPEP) as fused, ExitStack() as stack:
-        built: list[Run] = []
-        taken = taken_by(lambda: built.append(stack.enter_context(running(DEEPEP, eager_deep_ep=True))))
+        run, taken = started(DEEPEP, stack)
         assert taken == Counts(tracked=0, plain=2, windows=0)
         buffer = fused._buffer
         assert buffer.built_in.startswith("megatron")
         assert buffer.group is core("parallel_state", "get_expert_tensor_and_model_parallel_group")()
         assert cuda.flag()
-        assert anyio.run(built[0].trainer.call, cuda.flag)
+        assert anyio.run(run.trainer.call, cuda.flag)
         for _ in range(2):
-            assert taken_by(lambda: train(built[0])).plain == 0
+            assert taken_by(lambda: train(run)).plain == 0
         assert fused._buffer is buffer
         with running(DEEPEP, LOSSES["everything"], eager_deep_ep=True):  # another trainer finds it, and a reference
             assert fused._buffer is buffer
@@ -108,15 +114,14 @@ def a_hybrid_one_never_grows(folder: Path) -> None:
 def never_grows(layout: Layout, tokens: int) -> None:
     """:param tokens: of one rank, the most that there can be."""
     with fresh(layout) as fused, ExitStack() as stack:
-        built: list[Run] = []
-        taken = taken_by(lambda: built.append(stack.enter_context(running(layout, eager_deep_ep=True))))
+        run, taken = started(layout, stack)
         assert taken == Counts(tracked=0, plain=3, windows=0)
         buffer = fused._hybrid_ep_buffer
         assert buffer.built_in.startswith("megatron")
         assert buffer.group is core("parallel_state", "get_expert_tensor_and_model_parallel_group")()
         assert (buffer.hidden_dim, buffer.num_local_experts) == (tiny.HIDDEN, tiny.EXPERTS // 2)
         assert buffer.runtime.tokens == tokens
-        assert taken_by(lambda: train(built[0])).plain == 0
+        assert taken_by(lambda: train(run)).plain == 0
         with running(layout, eager_deep_ep=True):
             assert fused._hybrid_ep_buffer is buffer
     with fresh(layout) as fused, running(layout) as run:

@@ -175,6 +175,14 @@ def outcomes(kind: str, warm: Path, *paths: Path) -> dict[str, str]:
     return found
 
 
+def outcomes_of(kind: str, folder: Path, warm: bytes, contents: dict[str, bytes]) -> dict[str, str]:
+    """`outcomes` of files with these names and contents; `warm` is that of a good one."""
+    (folder / "warm").write_bytes(warm)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return outcomes(kind, folder / "warm", *(folder / name for name in contents))
+
+
 def check_errors(found: dict[str, str], kind: str, expected: dict[str, str], folder: Path | None = None) -> None:
     """Each file gave an error of this kind, with these words in it.
 
@@ -518,10 +526,7 @@ def test_prompts_that_are_made_to_hurt(tmp_path: Path) -> None:
             {"prompt": f"file://{secret}", "metadata": {"path": str(secret), "use": "os:abort"}}
         ).encode(),
     }
-    (tmp_path / "warm").write_bytes(good)
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    found = outcomes("prompts", tmp_path / "warm", *(tmp_path / name for name in contents))
+    found = outcomes_of("prompts", tmp_path, good, contents)
     expected = {
         "long line": "long line:2: is longer than 64 MiB: is this JSONL?",
         "no line ends": "no line ends:1: is longer than 64 MiB: is this JSONL?",
@@ -564,10 +569,7 @@ def test_configurations_that_are_made_to_hurt(tmp_path: Path) -> None:
         "no utf-8": b"a = 'b'\nc = '\xff'",
         "null": b"a = '\0'",
     }
-    (tmp_path / "warm").write_bytes(b"a = 1")
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    found = outcomes("config", tmp_path / "warm", *(tmp_path / name for name in contents))
+    found = outcomes_of("config", tmp_path, b"a = 1", contents)
     expected = {
         "large": "large: is larger than 1024 KiB, too much for a configuration",
         "deep": "nested too deeply",
@@ -781,10 +783,7 @@ def test_replies_that_are_made_to_hurt(tmp_path: Path) -> None:
         ).encode(),
         "no utf-8": b'{"text": "\xff\xfe"}',
     }
-    (tmp_path / "warm").write_text(json.dumps(reply()))
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    found = outcomes("reply", tmp_path / "warm", *(tmp_path / name for name in contents))
+    found = outcomes_of("reply", tmp_path, json.dumps(reply()).encode(), contents)
     assert found.keys() == contents.keys()
     expected = {
         "giant id": "a token id does not fit into 32 bits",

@@ -32,6 +32,7 @@ from tests.test_sglang_real import REQUEST, shape
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+ROOT = Path(__file__).parent.parent
 CPU = {
     "device": "cpu",
     "dtype": "float32",
@@ -406,16 +407,8 @@ async def test_it_takes_part_in_a_stream(worker: FakeWorker) -> None:
 @sglang_real.MARKS[1]
 def test_the_real_engine(real_models: list[Path], tmp_path: Path) -> None:
     """One start for all, in a process of its own: the engine takes over signals, and ends the process when it fails."""
-    assert sglang_servers.PYTHON is not None
-    root = Path(__file__).parent.parent
-    environment = sglang_servers.environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{root}"
-    program = [sglang_servers.PYTHON, str(sglang_servers.STUBS / "in_process.py"), *map(str, real_models)]
-    # Into files: torch's manager of shared memory outlives the program, and would hold a pipe open.
-    with (tmp_path / "output").open("w") as output, (tmp_path / "errors").open("w") as errors:
-        ended = subprocess.run(program, env=environment, stdout=output, stderr=errors, timeout=600)
-    assert ended.returncode == 0, (tmp_path / "errors").read_text()[-4000:]
-    real = shape(json.loads((tmp_path / "output").read_text().splitlines()[-1]))
+    lines = output_of(tmp_path, sglang_servers.STUBS / "in_process.py", *real_models)
+    real = shape(json.loads(lines[-1]))
     fake = shape(anyio.run(reply_of_the_scripted_worker))
     assert fake == {path: kind for path, kind in real.items() if path in fake}
     assert not set(real) - set(fake), "over HTTP there are none of these"
@@ -424,18 +417,22 @@ def test_the_real_engine(real_models: list[Path], tmp_path: Path) -> None:
 @sglang_real.MARKS[0]
 @sglang_real.MARKS[1]
 def test_the_example_runs_on_the_real_engine(real_models: list[Path], tmp_path: Path) -> None:
-    assert sglang_servers.PYTHON is not None
-    root = Path(__file__).parent.parent
-    environment = sglang_servers.environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{root}"
-    program = [sglang_servers.PYTHON, str(root / "examples" / "sglang" / "in_process.py"), str(real_models[0])]
-    with (tmp_path / "output").open("w") as output, (tmp_path / "errors").open("w") as errors:  # as above
-        ended = subprocess.run(
-            [*program, json.dumps(CPU)], env=environment, cwd=tmp_path, stdout=output, stderr=errors, timeout=600
-        )
-    assert ended.returncode == 0, (tmp_path / "errors").read_text()[-4000:]
-    shown = [line for line in (tmp_path / "output").read_text().splitlines() if "kept 4/4 of" in line]
+    lines = output_of(tmp_path, ROOT / "examples" / "sglang" / "in_process.py", real_models[0], json.dumps(CPU))
+    shown = [line for line in lines if "kept 4/4 of" in line]
     assert [line.rpartition("; weights ")[2] for line in shown] == ["default", "1", "2"]
+
+
+def output_of(folder: Path, *program: Path | str) -> list[str]:
+    """The lines that a program prints which runs in `folder`, where SGLang is."""
+    assert sglang_servers.PYTHON is not None
+    environment = sglang_servers.environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    command = [sglang_servers.PYTHON, *map(str, program)]
+    # Into files: torch's manager of shared memory outlives the program, and would hold a pipe open.
+    with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
+        ended = subprocess.run(command, env=environment, cwd=folder, stdout=output, stderr=errors, timeout=600)
+    assert ended.returncode == 0, (folder / "errors").read_text()[-4000:]
+    return (folder / "output").read_text().splitlines()
 
 
 async def reply_of_the_scripted_worker() -> Any:
