@@ -48,6 +48,7 @@ from eventbus.prompts import JsonlPrompts
 from eventbus.stage import DeclaredStage, OnError
 
 __all__ = [
+    "STAGE_KEYS",
     "ConfigError",
     "Reach",
     "RunPlan",
@@ -115,6 +116,10 @@ class _Policy(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     external: bool | None = None
     on_error: OnError | None = None
+
+
+STAGE_KEYS: Final = (*_Policy.__struct_fields__, *_WRAPPERS)
+"""Keys in the table of a stage that are no arguments."""
 
 
 def load_plan(path: Path, overrides: Iterable[str] = (), observers: Sequence[Observer] = ()) -> RunPlan:
@@ -250,8 +255,8 @@ class _Builder:
         return [self.stage(table, f"stages[{position}]") for position, table in enumerate(tables)]
 
     def stage(self, table: Mapping[str, Any], path: str) -> Any:
-        own = (*_Policy.__struct_fields__, *_WRAPPERS)
-        stage = self.used({key: value for key, value in table.items() if key not in own}, path, own)
+        options = {key: value for key, value in table.items() if key not in STAGE_KEYS}
+        stage = self.used(options, path, STAGE_KEYS)
         if declared := {key: table[key] for key in _Policy.__struct_fields__ if key in table}:
             policy = self.called(_Policy, declared, path)
             with _at(path):

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from eventbus.config import STAGE_KEYS
 from eventbus.log.format import StageNote
 from eventbus.log.secrets import is_secret_name, is_secret_value
 from eventbus.stage import DeclaredStage, Stage
@@ -31,8 +32,6 @@ LARGEST_TABLE: Final = 1 << 16
 """Characters and values of a table."""
 
 _DEEPEST: Final = 16
-_TAKEN: Final = frozenset({"use", "name", "external", "on_error", "in_thread", "timeout", "retry", "limit"})
-"""Keys of a table that are no options of the stage."""
 
 
 def stage_notes(stages: Sequence[Stage]) -> list[StageNote]:
@@ -116,7 +115,7 @@ class _Writer:
             table = self._described(function, 0)
         except Exception:  # whatever is odd about it
             return None
-        return table if isinstance(table, dict) and table.keys().isdisjoint(_TAKEN - {"use"}) else None
+        return table if isinstance(table, dict) and table.keys().isdisjoint(STAGE_KEYS) else None
 
     def _described(self, value: Any, depth: int) -> Any:
         """What stands for a value in a table.

@@ -213,7 +213,7 @@ def _prompt(step: Step) -> None:
 
 
 def _live(run: Replay, speed: float, rollouts: list[int] | None, console: Console) -> int:
-    same = True
+    same, size = True, 0
     numbers = [part.rollout_id for part in run.log.rounds if not part.evaluation]
     for number in rollouts or numbers:
         if number not in numbers:
@@ -229,7 +229,8 @@ def _live(run: Replay, speed: float, rollouts: list[int] | None, console: Consol
                 spec = msgspec.convert(round.spec, BatchSpec)
                 if spec.on_exhausted == "wrap":  # nothing was generated twice
                     spec = msgspec.structs.replace(spec, on_exhausted="error")
-                prompts = Prompts(engine.prompts(number), engine.group_size)
+                size = size or engine.group_size  # reads the whole log
+                prompts = Prompts(engine.prompts(number), size)
                 live = Pipeline(prompts, stages, spec, args=run._args)
             except (ValueError, TypeError) as error:
                 raise ReplayError(f"rollout {number}: {error}") from error

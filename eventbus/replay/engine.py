@@ -75,17 +75,15 @@ class ReplayEngine:
 
         :raises ReplayError: the log has no rollout with a group, or its groups differ in this.
         """
-        sizes = {
-            len(event.executions): event
-            for event in sound(self._log.events(("group_submitted",), evaluation=False))
-            if isinstance(event, GroupSubmitted)
-        }
-        if len(sizes) > 1:
-            told = " and ".join(f"group {event.group_index} has {size}" for size, event in sizes.items())
-            raise ReplayError(f"the groups of the log have not one number of executions: {told}")
-        if not sizes:
+        first: GroupSubmitted | None = None
+        for event in sound(self._log.events(("group_submitted",), evaluation=False)):
+            first = first or event
+            if len(event.executions) != len(first.executions):
+                told = " and ".join(f"group {each.group_index} has {len(each.executions)}" for each in (first, event))
+                raise ReplayError(f"the groups of the log have not one number of executions: {told}")
+        if first is None:
             raise ReplayError("the log has no rollout with a group")
-        return sizes.popitem()[0]
+        return len(first.executions)
 
     def prompts(self, rollout: int | None = None, *, evaluation: bool = False) -> list[Sample]:
         """The recorded prompts in the order in which they were asked for, each once: for `Prompts`.

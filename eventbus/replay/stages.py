@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from eventbus.config import ConfigError, Reach, build_stage, override, parse, parse_value
+from eventbus.config import STAGE_KEYS, ConfigError, Reach, build_stage, override, parse, parse_value
 from eventbus.events import GroupJudged, StageApplied
 from eventbus.imports import LoadError, load_object
 from eventbus.log.format import StageNote
@@ -42,8 +42,6 @@ __all__ = [
 ]
 
 
-_DECLARED: Final = frozenset({"name", "external", "on_error", "in_thread", "timeout", "retry", "limit"})
-"""Keys that a stage's note has fields for, or that no log writes."""
 _PATH: Final = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
@@ -147,15 +145,16 @@ def stages_of(known: Sequence[Known], round: RoundRecord) -> list[Stage]:
         if each.stage is not None:
             stages.append(each.stage)
             continue
+        note = each.note
+        assert note is not None, "a stage that is not here is one of the log"
         shape = shape or _Shape(round, known)
-        note = each.note or StageNote(each.name, each.level)
         counts = note.counts or each.name in shape.judges
         stages.append(
             Stage(
                 each.name,
                 each.level,  # type: ignore[arg-type]
                 partial(_unavailable, each),
-                wraps=note.wraps if each.note else each.name in shape.wrappers,
+                wraps=note.wraps,
                 takes_args=False,
                 wants=frozenset({"remaining", "target"} if counts else ()),
                 external=each.external,
@@ -290,7 +289,7 @@ def _from_note(note: StageNote, base: Path, reach: Reach | None) -> Known:
         of = "no import path for it" if note.path is None else f"not all that makes it of {note.path}"
         return Known.gone(note, f"the log has {of}; give the stages of the run")
     try:
-        options = {key: value for key, value in note.table.items() if key not in _DECLARED}
+        options = {key: value for key, value in note.table.items() if key not in STAGE_KEYS}  # which no log writes
         made = build_stage(options, note.name, base, _NoEngine(), reach)
         # What says of itself that it cannot be done again stays so, whatever the log says.
         stage = bind(
@@ -317,24 +316,17 @@ def _unavailable(known: Known, value: Any) -> Any:
 
 
 class _Shape:
-    """What the events tell of stages that are not here."""
+    """What the events tell of stages that are not here, for notes that do not say it, as those of an imported log."""
 
     def __init__(self, round: RoundRecord, known: Sequence[Known]) -> None:
         self.judges: set[str] = set()
-        self.wrappers: set[str] = set()
         self.fans_out: set[str] = set()
-        position = {each.name: number for number, each in enumerate(known)}
         external = {each.name for each in known if each.external}
         for group in round.groups:
             self.judges.update(event.stage for event in group.stages if isinstance(event, GroupJudged))
             for trace in group.traces():
-                furthest = -1
                 for applied in trace.stages:
                     event = applied.event
-                    at = position.get(event.stage, -1)
-                    if at < furthest:  # it was done after what stands behind it
-                        self.wrappers.add(event.stage)
-                    furthest = max(furthest, at)
                     samples = event.samples[0] if isinstance(event, StageApplied) and event.samples else []
                     if len(samples) > 1 or (samples and event.stage not in external):
                         self.fans_out.add(event.stage)
