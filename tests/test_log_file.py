@@ -432,6 +432,23 @@ def test_an_event_that_this_version_cannot_decode_is_reported(path: Path) -> Non
         assert "upgrade rolloutbus" in str(damage)
 
 
+def test_events_that_cannot_be_decoded_are_told_from_those_between_them(path: Path) -> None:
+    number = channels()["/weights_updated"]
+    event = {"kind": "weights_updated", "time_ns": 0, "rollout_id": 1}
+    versions = [{"major": 8} if seq in (1, 3, 4) else "7" for seq in range(6)]
+    messages = [
+        (number, encode_as(1, {**event, "seq": seq, "version": version})) for seq, version in enumerate(versions)
+    ]
+    raw_log(path, messages)
+    with LogReader(path) as log:
+        for _ in range(2):  # read again, it is the same damage
+            assert [event.seq for event in log.events()] == [0, 2, 5]
+            assert [(damage.first_seq, damage.last_seq) for damage in log.damage if damage.first_seq] == [
+                (1, 1),
+                (3, 4),
+            ]
+
+
 # What cannot be opened or written
 
 

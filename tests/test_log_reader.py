@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from operator import methodcaller, ne
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 from eventbus import LogReader, LogWriter, Tokens, decode, encode
 from eventbus.events import (
     BatchTrained,
+    Event,
     GroupCompleted,
     GroupEnded,
     GroupJudged,
@@ -32,10 +33,12 @@ from eventbus.events import (
 from eventbus.group import Group, Verdict
 from eventbus.log import LogError, RecordedSample, recover
 from eventbus.log import container as container_module
+from eventbus.log import writer as writer_module
 from eventbus.log.file import LogFile
 from eventbus.pipeline import Pipeline
 from eventbus.sample import Sample
 from eventbus.testing import virtual_time
+from eventbus.wire import WireError
 from middleware import Recorder
 from tests.logs import Entry, small_pipeline, unclosed, witnessed, written
 from tests.streams import some
@@ -379,6 +382,63 @@ def test_half_a_record_is_waited_for(path: Path) -> None:
         with growing.open("ab") as file:
             file.write(whole[middle:])
         assert read + list(followed) == EVENTS
+
+
+def test_an_event_is_missing_between_two_looks(tmp_path: Path) -> None:
+    path = tmp_path / "run.mcap"
+    with LogWriter(path) as writer, LogReader(path) as log:
+        followed = log.follow()
+        for event, samples in ENTRIES[:20]:
+            writer.write(event, samples or None)
+        writer.flush()
+        read = [next(followed) for _ in range(20)]
+        for event, samples in ENTRIES[21:]:
+            writer.write(event, samples or None)
+        writer.close()
+        assert read + list(followed) == EVENTS[:20] + EVENTS[21:]
+        assert [(damage.first_seq, damage.last_seq) for damage in log.damage] == [(20, 20)]
+
+
+# Events that could not be encoded
+
+LAST = len(EVENTS) - 1
+END_OF_ROUND = max(event.seq for event in EVENTS if event.rollout_id == 1)
+
+
+@pytest.mark.parametrize("lost", [[0], [7, 8], [END_OF_ROUND], [LAST], [LAST - 1, LAST], [5, 7, LAST - 2, LAST]])
+@pytest.mark.parametrize("recovered", [False, True])
+def test_what_could_not_be_encoded_is_missing(
+    tmp_path: Path, lost: list[int], recovered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(event: Event) -> bytes:
+        if event.seq in lost:
+            raise WireError(f"event {event.seq} cannot be encoded")
+        return encode(event)
+
+    path = tmp_path / "run.mcap"
+    monkeypatch.setattr(writer_module, "encode", fails)
+    with LogWriter(path) as writer:
+        for event, samples in ENTRIES:
+            with pytest.raises(WireError) if event.seq in lost else nullcontext():
+                writer.write(event, samples or None)
+    if recovered:
+        recover(path, path := tmp_path / "recovered.mcap")
+    seqs = [event.seq for event in EVENTS if event.seq not in lost]
+    for read in (LogReader.events, LogReader.follow):
+        with LogReader(path) as log:
+            assert [event.seq for event in read(log)] == seqs
+            assert missing(log) == lost
+    for part in range(4):
+        with LogReader(path) as log:
+            list(log.rollout(part).events())
+            found = missing(log)  # of others as well, where they lie in one chunk
+            assert {seq for seq in lost if EVENTS[seq].rollout_id == part} <= set(found) <= set(lost)
+            counted = sum(log.rounds[part].counts.values())
+            assert counted == len([seq for seq in seqs if EVENTS[seq].rollout_id == part])
+
+
+def missing(log: LogReader) -> list[int]:
+    return [seq for damage in log.damage for seq in range(damage.first_seq or 0, (damage.last_seq or 0) + 1)]
 
 
 # Recovering

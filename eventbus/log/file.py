@@ -113,7 +113,7 @@ class LogFile:
         """The records that say what the channels are, by opcode."""
         self.metadata: list[tuple[int, str, dict[str, str]]] = []
         """Position, name and content of each metadata record."""
-        self.damage: dict[tuple[int, str], Damage] = {}
+        self.damage: dict[tuple[int, str, int | None], Damage] = {}
         self.finished = False
         self.indexed = False
         """The file has its index: nothing but that was read."""
@@ -170,9 +170,12 @@ class LogFile:
             raise Unreadable("the chunk has no CRC, and is damaged")
         return content
 
-    def note(self, position: int, length: int, reason: str) -> Damage:
+    def note(
+        self, position: int, length: int, reason: str, first_seq: int | None = None, last_seq: int | None = None
+    ) -> Damage:
         """Note damage, once."""
-        return self.damage.setdefault((position, reason), Damage(position, length, reason))
+        damage = Damage(position, length, reason, first_seq, last_seq)
+        return self.damage.setdefault((position, reason, first_seq), damage)
 
     # Opening
 

@@ -180,8 +180,11 @@ class RoundList:
         self.all.append(part)
         return part
 
-    def count(self, event: Event | EventHead, kind: str) -> Round:
-        """Count an event to its round, once."""
+    def count(self, event: Event | EventHead, kind: str, *, lost: bool = False) -> Round:
+        """Count an event to its round, once.
+
+        :param lost: it is not in the log. The round reaches to it, so that a reader sees that it is missing.
+        """
         key, seq, time_ns = (event.rollout_id, event.evaluation), event.seq, event.time_ns
         place = self._places.get(key)
         part = None if place is None else self.all[place]
@@ -194,6 +197,8 @@ class RoundList:
         elif time_ns < part.first_ns:
             part.first_ns = time_ns
         part.last_seq = seq
+        if lost:
+            return part
         counts = part.counts
         counts[kind] = counts.get(kind, 0) + 1
         if kind in ("rollout_started", "rollout_finished"):

@@ -52,6 +52,8 @@ class LogReader:
         self._held = 0
         self._allowed: int | None = None
         """Bytes of columns that may still be read."""
+        self._undecoded: Damage | None = None
+        """The last events in a row that could not be decoded."""
         self._rounds: list[Round] | None = None
         self._sort()
         self.header = self._header()
@@ -146,10 +148,10 @@ class LogReader:
         :raises LogError: the file was cut off or removed: there will be none.
         """
         numbers = self._numbers(kinds)
-        done = 0
+        done, gaps = 0, _Gaps(self._file, self._whole())
         while True:
             there = len(self._light)
-            yield from self._decoded(self._messages(numbers, begin=done), _Wanted())
+            yield from self._decoded(self._messages(numbers, begin=done, gaps=gaps), _Wanted())
             done = there
             if self._file.finished:
                 return
@@ -227,14 +229,20 @@ class LogReader:
         until: int | None = None,
         part: Round | None = None,
         begin: int = 0,
+        gaps: _Gaps | None = None,
     ) -> Iterator[tuple[int, bytes, int]]:
-        """Channel, data and position of the messages of events, in order. Notes what is missing among them."""
+        """Channel, data and position of the messages of events, in order. Notes what is missing among them.
+
+        :param begin: the first chunk that is read, where `gaps` has watched those before it.
+        """
         first = 0 if since is None else since
         last = _NEVER if until is None else until
         if part is not None:
             first, last = max(first, part.first_ns), min(last, part.last_ns)
         columns = self._columns_channel
-        gaps = _Gaps(self._file, None if part is None or first > part.first_ns else part.first_seq)
+        if gaps is None:
+            of = self._whole() if part is None else part
+            gaps = _Gaps(self._file, None if of is None or first > of.first_ns else of, ordered=part is None)
         for chunk in self._light[begin:]:
             if chunk.end < first or chunk.start > last:
                 gaps.skip()
@@ -262,16 +270,27 @@ class LogReader:
                 gaps.read(content[at:end], chunk)
             if broken is not None:
                 gaps.damaged(broken)
-        gaps.end(None if part is None or last < part.last_ns else part.last_seq)
+        of = self._whole() if part is None else part
+        gaps.end(None if of is None or last < of.last_ns else of.last_seq)
+
+    def _whole(self) -> Round | None:
+        """From the first event to the last, also where these could not be written. None where that is not known."""
+        return _hull(self.rounds) if self._file.finished and self.rounds else None
 
     def _undecodable(self, data: bytes, position: int, error: WireError) -> None:
-        damage = self._file.note(position, 0, f"an event cannot be decoded: {error}")
+        reason = f"an event cannot be decoded: {error}"
         try:
             seq = decode(data, EventHead).seq
         except WireError:
+            self._file.note(position, 0, reason)
             return
-        damage.first_seq = seq if damage.first_seq is None else min(seq, damage.first_seq)
-        damage.last_seq = seq if damage.last_seq is None else max(seq, damage.last_seq)
+        run = self._undecoded
+        if run is not None and (run.position, run.reason) == (position, reason):
+            first, last = run.first_seq or 0, run.last_seq or 0
+            if first <= seq <= last + 1:
+                run.last_seq = max(last, seq)
+                return
+        self._undecoded = self._file.note(position, 0, reason, seq, seq)
 
     # Rounds
 
@@ -491,11 +510,16 @@ class RecordedRollout:
 class _Gaps:
     """Watches that `seq` goes up by one, and notes the events that are missing."""
 
-    def __init__(self, file: LogFile, first: int | None) -> None:
+    def __init__(self, file: LogFile, of: Round | None, *, ordered: bool = True) -> None:
+        """
+        :param of: where the events are that are read from their beginning. None where that is not known.
+        :param ordered: no others come before them.
+        """
         self._file = file
-        self.expected = None if first is None else first & _LOW
-        self._first = first
+        self._ordered = ordered
+        self._first = None if of is None else of.first_seq
         """The event that is expected, where no event was read yet."""
+        self.expected = None if self._first is None else self._first & _LOW
         self._last: bytes | None = None
         """The last event that was read."""
         self._behind = 0
@@ -526,7 +550,7 @@ class _Gaps:
             return
         missing = (sequence - self.expected) & _LOW
         if missing > _LOW >> 1:
-            if self._first is None:
+            if self._ordered:
                 self._file.note(position, 0, f"event {seq} is out of order")
             return
         self._missing(seq - missing, seq - 1, position)
@@ -538,12 +562,12 @@ class _Gaps:
             with suppress(WireError):
                 after = decode(self._last, EventHead).seq + 1
         if after is not None and last is not None and after <= last:
-            self._missing(after, last, self._behind)
+            self._missing(after, last, self._behind, "after here")
         else:
             for damage in self._damaged:
                 damage.first_seq = after
 
-    def _missing(self, first: int, last: int, position: int) -> None:
+    def _missing(self, first: int, last: int, position: int, where: str = "before here") -> None:
         causes = self._damaged or [
             damage
             for damage in self._file.damage.values()
@@ -552,8 +576,7 @@ class _Gaps:
         for damage in causes:
             damage.first_seq, damage.last_seq = first, last
         if not causes:
-            damage = self._file.note(position, 0, f"{last - first + 1} events before here are missing")
-            damage.first_seq, damage.last_seq = first, last
+            self._file.note(position, 0, f"{last - first + 1} events {where} are missing", first, last)
 
 
 class _Wanted:

@@ -49,7 +49,7 @@ from eventbus.log.format import (
 )
 from eventbus.log.secrets import masked
 from eventbus.sample import Sample
-from eventbus.wire import SCHEMA_VERSION, encode
+from eventbus.wire import SCHEMA_VERSION, WireError, encode
 
 __all__ = ["LogWriter", "create"]
 
@@ -159,11 +159,16 @@ class LogWriter:
         channel = self._channels.get(f"/{kind}")
         if channel is None:
             raise TypeError(f"an event of the unknown kind {kind!r} cannot be written again")
-        data = encode(event)
         sequence, time_ns = event.seq & 0xFFFFFFFF, event.time_ns
         heavy: list[_Message] = []
-        if samples and self._payload != "none":
-            message = (sequence, time_ns, self._stored(event, samples))
+        try:
+            data = encode(event)
+            columns = self._stored(event, samples) if samples and self._payload != "none" else None
+        except WireError:
+            self._rounds.count(event, kind, lost=True)
+            raise
+        if columns is not None:
+            message = (sequence, time_ns, columns)
             if self._payload == "full":
                 heavy.append(message)
             else:
