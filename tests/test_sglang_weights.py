@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from inspect import isawaitable
 from types import TracebackType
 from typing import Self
@@ -15,9 +16,9 @@ import pytest
 from aiohttp import web
 from anyio import current_time
 
-from backends.sglang import SGLangEngine, WeightUpdate, WorkersUnavailable
+from backends.sglang import RequestRefused, SGLangEngine, WeightUpdate, WorkersUnavailable
 from backends.sglang.client import answer_error
-from backends.sglang.fleet import CALL_SECONDS, STEP_SECONDS
+from backends.sglang.fleet import CALL_SECONDS, MEMORY_SECONDS, STEP_SECONDS
 from backends.sglang.workers import Worker
 from eventbus.testing import virtual_time
 from tests.sglang_fake import FakeWorker, Received
@@ -54,6 +55,9 @@ class InMemory:
             if (answered := self.hangs.get((address, name))) is not None:
                 await answered.wait()
         await anyio.sleep(0)
+        if path in worker.refused:
+            status, text = worker.refused[path]
+            raise answer_error(url, status, text.encode())
         answer = worker._endpoints()[path](json.loads(body) | query)
         if isawaitable(answer):
             answer = await answer
@@ -179,6 +183,71 @@ def test_no_time_at_all_is_refused(timeout: float) -> None:
         with pytest.raises(ValueError, match=f"updating_weights: timeout is {timeout}, it must be more than 0 seconds"):
             await engine.update_weights_from_disk("/checkpoints/7", "7", timeout=timeout)
         assert [worker.received for worker in workers] == [[], []]
+
+    check()
+
+
+INIT = "/init_weights_update_group"
+
+
+def test_a_process_group_that_a_worker_does_not_join_in_time() -> None:
+    @in_virtual_time
+    async def check(engine: SGLangEngine, client: InMemory, hung: FakeWorker, good: FakeWorker) -> None:
+        client.hang(hung, INIT)
+        with pytest.raises(WorkersUnavailable, match=f"127.0.0.1:1{INIT}: no answer in 300 s$"):
+            await engine.init_weights_update_group("10.0.0.1", 29500, 3)
+        assert current_time() == 300.0
+        assert (hung.groups, good.groups) == (set(), {"weight_update_group"})
+
+    check()
+
+
+def test_a_process_group_that_a_worker_refuses() -> None:
+    @in_virtual_time
+    async def check(engine: SGLangEngine, client: InMemory, refuses: FakeWorker, waits: FakeWorker) -> None:
+        refuses.refused[INIT] = (400, "no such network interface")
+        client.hang(waits, INIT)
+        with pytest.raises(RequestRefused, match=f"no such network interface; .*:2{INIT}: no answer in 20 s"):
+            await engine.init_weights_update_group("10.0.0.1", 29500, 3, timeout=20.0)
+
+    check()
+
+
+def test_a_process_group_may_take_as_long_as_it_is_given() -> None:
+    @in_virtual_time
+    async def check(engine: SGLangEngine, client: InMemory, *workers: FakeWorker) -> None:
+        joined = client.hang(workers[0], INIT)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(engine.init_weights_update_group, "10.0.0.1", 29500, 3, timeout=None))
+            await anyio.sleep(10 * HOUR)
+            joined.set()
+        assert current_time() == 10 * HOUR
+        for timeout in (0, -1.0, float("nan")):
+            with pytest.raises(ValueError, match=f"init_weights_update_group: timeout is {timeout}, it must be more"):
+                await engine.init_weights_update_group("10.0.0.1", 29500, 3, timeout=timeout)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("call", "path", "seconds"),
+    [
+        (SGLangEngine.destroy_weights_update_group, "/destroy_weights_update_group", STEP_SECONDS),
+        (SGLangEngine.release_memory, "/release_memory_occupation", MEMORY_SECONDS),
+        (SGLangEngine.resume_memory, "/resume_memory_occupation", MEMORY_SECONDS),
+    ],
+)
+def test_a_worker_that_hangs_holds_up_no_call_for_ever(
+    call: Callable[[SGLangEngine], Awaitable[None]], path: str, seconds: float
+) -> None:
+    @in_virtual_time
+    async def check(engine: SGLangEngine, client: InMemory, hung: FakeWorker, good: FakeWorker) -> None:
+        good.groups.add("weight_update_group")
+        client.hang(hung, path)
+        with pytest.raises(WorkersUnavailable, match=f"127.0.0.1:1{path}: no answer in {seconds:g} s$"):
+            await call(engine)
+        assert current_time() == seconds
+        assert good.received[-1].path == path
 
     check()
 

@@ -19,14 +19,14 @@ import anyio
 from anyio import current_time
 
 from backends.sglang.attempts import Attempts
-from backends.sglang.client import Access, Client, address
-from backends.sglang.fleet import STEP_SECONDS, Fleet
+from backends.sglang.client import Access, AttemptFailed, Client, RequestRefused, address
+from backends.sglang.fleet import MEMORY_SECONDS, STEP_SECONDS, Fleet, together
 from backends.sglang.inprocess import ADDRESS, InProcess
 from backends.sglang.model import Model
 from backends.sglang.request import check_fields, check_sampling, sibling_seed
 from backends.sglang.response import Response
 from backends.sglang.router import SGLangRouter
-from backends.sglang.weights import PauseMode, WeightUpdate, set_version, updating
+from backends.sglang.weights import PauseMode, WeightUpdate, above_zero, set_version, updating
 from eventbus.sample import Completion, Sample
 
 __all__ = ["PauseMode", "SGLangEngine", "WeightUpdate"]
@@ -322,37 +322,65 @@ class SGLangEngine:
         ranks_per_worker: int = 1,
         group_name: str = "weight_update_group",
         backend: str = "nccl",
+        timeout: float | None = 300.0,
     ) -> None:
         """Workers join the process group through which a trainer sends weights; worker i takes `ranks_per_worker` ranks
         from `rank_offset + i * ranks_per_worker`. Returns when all have joined, so the trainer joins meanwhile.
+
+        :param timeout: seconds until all have joined; None: as long as it takes. A worker that still waits then for
+            ranks that do not come does nothing else, until the time-out of its own process group: restart it.
+        :raises RequestRefused: a worker refused; the others may wait for it until the time is over.
+        :raises WorkersUnavailable: a worker failed, or has not joined in time; or all are down.
         """
-        async with self, anyio.create_task_group() as tasks:
-            for i, url in enumerate(await self._fleet.present()):
-                body = {
-                    "master_address": master_address,
-                    "master_port": master_port,
-                    "rank_offset": rank_offset + i * ranks_per_worker,
-                    "world_size": world_size,
-                    "group_name": group_name,
-                    "backend": backend,
-                }
-                tasks.start_soon(self._fleet.everywhere, "/init_weights_update_group", body, [url])
+        above_zero("init_weights_update_group", timeout)
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        replies: dict[str, bytes] = {}
+        errors: dict[str, RequestRefused | AttemptFailed] = {}
+
+        async def join(place: int, url: str) -> None:
+            own = body | {"rank_offset": rank_offset + place * ranks_per_worker}
+            answered, failed = await self._fleet.ask_all("/init_weights_update_group", own, [url], timeout)
+            replies.update(answered)
+            errors.update(failed)
+
+        async with self:
+            async with anyio.create_task_group() as tasks:
+                for place, url in enumerate(await self._fleet.present()):
+                    tasks.start_soon(join, place, url)
+            if errors or not replies:
+                raise together(errors)
 
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
-        await self._fleet.everywhere("/destroy_weights_update_group", {"group_name": group_name})
+        """:raises RequestRefused: a worker has no such group.
+        :raises WorkersUnavailable: a worker failed or took more than a minute, or all are down.
+        """
+        body = {"group_name": group_name}
+        await self._fleet.everywhere("/destroy_weights_update_group", body, seconds=STEP_SECONDS)
 
     async def release_memory(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Workers give back what these tags name, once all their data-parallel ranks are idle: pause generation first,
         or end what runs. What they have cached of prompts is forgotten, whatever the tags.
 
         :raises RequestRefused: a worker has requests under way for 10 s; nobody has given anything back.
+        :raises WorkersUnavailable: a worker failed or took more than five minutes, or all are down.
         """
         async with self._fleet:
             urls = await self._fleet.idle()
-            await self._fleet.everywhere("/release_memory_occupation", {"tags": list(tags)}, urls)
+            await self._fleet.everywhere("/release_memory_occupation", {"tags": list(tags)}, urls, MEMORY_SECONDS)
 
     async def resume_memory(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        await self._fleet.everywhere("/resume_memory_occupation", {"tags": list(tags)})
+        """Workers take it again. Weights of which the server kept no copy on the host are undefined until an
+        update brings them.
+
+        :raises WorkersUnavailable: a worker failed or took more than five minutes, or all are down.
+        """
+        await self._fleet.everywhere("/resume_memory_occupation", {"tags": list(tags)}, seconds=MEMORY_SECONDS)
 
     async def workers(self) -> list[str]:
         """Addresses of the workers that are up, in the order in which `init_weights_update_group` numbers them."""

@@ -30,7 +30,7 @@ from backends.sglang.response import Response
 from backends.sglang.router import RouterError, SGLangRouter, lost_by_router
 from backends.sglang.workers import Worker, Workers
 
-__all__ = ["CALL_SECONDS", "STEP_SECONDS", "Fleet", "NoAnswer", "together"]
+__all__ = ["CALL_SECONDS", "MEMORY_SECONDS", "STEP_SECONDS", "Fleet", "NoAnswer", "together"]
 
 logger = logging.getLogger("rolloutbus.sglang")
 
@@ -45,6 +45,8 @@ STEP_SECONDS: Final = 60.0
 """For a worker to take a step of an update that brings no weights; a pause that aborts takes a second or more."""
 CALL_SECONDS: Final = 10.0
 """For a worker to take a call that clears up after an update that failed, or lets it go on."""
+MEMORY_SECONDS: Final = 300.0
+"""For a worker to give memory back or take it again: with a copy on the host it pins as much there first."""
 IDLE_SECONDS: Final = 10.0
 """For workers to become idle before they give memory back."""
 

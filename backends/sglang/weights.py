@@ -21,7 +21,7 @@ from anyio import current_time
 from backends.sglang.client import AttemptFailed, RequestRefused
 from backends.sglang.fleet import CALL_SECONDS, STEP_SECONDS, Fleet, together
 
-__all__ = ["PauseMode", "WeightUpdate", "set_version", "updating"]
+__all__ = ["PauseMode", "WeightUpdate", "above_zero", "set_version", "updating"]
 
 logger = logging.getLogger("rolloutbus.sglang")
 
@@ -31,8 +31,7 @@ PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 @asynccontextmanager
 async def updating(fleet: Fleet, version: str, pause: PauseMode, timeout: float | None) -> AsyncIterator[WeightUpdate]:
     """As `SGLangEngine.updating_weights`."""
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"updating_weights: timeout is {timeout}, it must be more than 0 seconds, or None")
+    above_zero("updating_weights", timeout)
     update = WeightUpdate(fleet, version, pause, timeout)
     async with fleet:
         try:
@@ -175,6 +174,12 @@ class WeightUpdate:
         for error in (*not_ended.values(), *errors.values()):
             logger.warning("after a weight update that failed: %s", error)
         self._fleet.leave_out(errors)
+
+
+def above_zero(function: str, timeout: float | None) -> None:
+    """:raises ValueError: the time-out leaves no time."""
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"{function}: timeout is {timeout}, it must be more than 0 seconds, or None")
 
 
 def _may_have(urls: Sequence[str], errors: Mapping[str, RequestRefused | AttemptFailed]) -> list[str]:
