@@ -111,8 +111,9 @@ def config(**options: Any) -> Any:
     state = importlib.import_module("megatron.core.parallel_state")
     virtual = state.get_virtual_pipeline_model_parallel_world_size()
     moe: dict[str, Any] = {}
-    if options.pop("moe", False):
+    if layers := options.pop("moe", False):
         moe = {
+            "moe_layer_freq": 1 if layers is True else list(map(int, layers)),
             "num_moe_experts": EXPERTS,
             "moe_router_topk": CHOSEN,
             "moe_ffn_hidden_size": FFN,
@@ -182,13 +183,21 @@ def build(config: Any, weights: Mapping[str, Tensor], **wrap: Any) -> list[Any]:
 
 
 def _spec(config: Any, virtual: int | None) -> Any:
+    here = LAYERS // config.pipeline_model_parallel_size // (virtual or 1)
+    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * LAYERS
+    if virtual is None:
+        pattern = pattern[here * core("parallel_state", "get_pipeline_model_parallel_rank")() :]
+    specs = [_layer(config.num_moe_experts if moe else None) for moe in pattern[:here]]
+    submodules = core("transformer.transformer_block", "TransformerBlockSubmodules")
+    return submodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _layer(experts: int | None) -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
-        spec = core("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")(num_experts=config.num_moe_experts)
+        spec = core("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")(num_experts=experts)
     spec.submodules.self_attention.submodules.core_attention = Attention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    here = LAYERS // config.pipeline_model_parallel_size // (virtual or 1)
-    submodules = core("transformer.transformer_block", "TransformerBlockSubmodules")
-    return submodules(layer_specs=[spec] * here, layer_norm=Norm)
+    return spec
 
 
 def named(model: Any, config: Any) -> Iterator[tuple[str, Any]]:
@@ -233,8 +242,11 @@ class Plain(nn.Module):
         super().__init__()
         self.weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[n] to [n, vocabulary]"""
+    def forward(self, tokens: Tensor, recorded: Tensor | None = None) -> Tensor:
+        """[n] to [n, vocabulary]
+
+        :param recorded: [n - 1, layers, chosen]: the experts of all tokens but the last.
+        """
         w = self.weights
         hidden = w["embedding.word_embeddings.weight"][tokens]
         for number in range(LAYERS):
@@ -242,7 +254,10 @@ class Plain(nn.Module):
             hidden = hidden + self._attention(name, self._norm(name + "input_layernorm", hidden))
             normed = self._norm(name + "pre_mlp_layernorm", hidden)
             moe = name + "mlp.router.weight" in w
-            hidden = hidden + (self._experts(name + "mlp.", normed) if moe else self._mlp(name + "mlp.", normed))
+            experts = None if recorded is None else recorded[:, number]
+            hidden = hidden + (
+                self._experts(name + "mlp.", normed, experts) if moe else self._mlp(name + "mlp.", normed)
+            )
         return self._norm("decoder.final_layernorm", hidden) @ w["output_layer.weight"].T
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
@@ -254,9 +269,12 @@ class Plain(nn.Module):
     def _mlp(self, name: str, x: Tensor) -> Tensor:
         return self._linear(name + "linear_fc2", F.gelu(self._linear(name + "linear_fc1", x)))
 
-    def _experts(self, name: str, x: Tensor) -> Tensor:
-        logits, chosen = (x @ self.weights[name + "router.weight"].T).topk(CHOSEN)
-        shares = logits.softmax(-1)
+    def _experts(self, name: str, x: Tensor, recorded: Tensor | None) -> Tensor:
+        logits = x @ self.weights[name + "router.weight"].T
+        chosen = logits.topk(CHOSEN).indices
+        if recorded is not None:  # what the last token does matters to nobody
+            chosen = torch.cat([recorded, chosen[-1:]])
+        shares = logits.gather(-1, chosen).softmax(-1)
         every = torch.stack([self._mlp(f"{name}experts.local_experts.{n}.", x) for n in range(EXPERTS)], 1)
         return (every.gather(1, chosen[..., None].expand(-1, -1, HIDDEN)) * shares[..., None]).sum(1)
 
@@ -281,8 +299,12 @@ def _rotated(x: Tensor) -> Tensor:
     return x * angles.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angles.sin()
 
 
-def weights(moe: bool = False, seed: int = 0, scale: float = 0.15) -> dict[str, Tensor]:
-    """By name, of the whole model."""
+def weights(moe: bool | tuple[bool, ...] = False, seed: int = 0, scale: float = 0.15) -> dict[str, Tensor]:
+    """By name, of the whole model.
+
+    :param moe: whether there are experts; in which layers, where it is not all or none.
+    """
+    pattern = moe if isinstance(moe, tuple) else (moe,) * LAYERS
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (VOCABULARY, HIDDEN),
         "output_layer.weight": (VOCABULARY, HIDDEN),
@@ -294,9 +316,13 @@ def weights(moe: bool = False, seed: int = 0, scale: float = 0.15) -> dict[str, 
         shapes |= _pair(name + "input_layernorm", HIDDEN) | _pair(name + "pre_mlp_layernorm", HIDDEN)
         shapes |= _pair(name + "self_attention.linear_qkv", mixed, HIDDEN, bias=not moe)
         shapes |= _pair(name + "self_attention.linear_proj", HIDDEN, HIDDEN, bias=not moe)
-        if moe:
+        if pattern[number]:
             shapes[name + "mlp.router.weight"] = (EXPERTS, HIDDEN)
-        mlps = [f"{name}mlp.experts.local_experts.{n}." for n in range(EXPERTS)] if moe else [name + "mlp."]
+        mlps = (
+            [name + "mlp."]
+            if not pattern[number]
+            else [f"{name}mlp.experts.local_experts.{n}." for n in range(EXPERTS)]
+        )
         for mlp in mlps:
             shapes |= _pair(mlp + "linear_fc1", FFN, HIDDEN, bias=not moe)
             shapes |= _pair(mlp + "linear_fc2", HIDDEN, FFN, bias=not moe)

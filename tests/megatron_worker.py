@@ -58,8 +58,9 @@ class Layout:
     """With the distributed optimizer, which overlaps its collectives."""
 
     @property
-    def moe(self) -> bool:
-        return bool(self.config.get("moe"))
+    def moe(self) -> bool | tuple[bool, ...]:
+        found: bool | tuple[bool, ...] = self.config.get("moe", False)
+        return found
 
 
 def sizes(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> dict[str, int]:
@@ -91,6 +92,26 @@ LAYOUTS = {
     "dp2-pp2-distributed": Layout(4, sizes(pp=2), distributed=True),
 }
 
+FOLLOWS: dict[str, Any] = {"moe": True, "moe_enable_routing_replay": True}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+REPLAYING = {
+    "one": Layout(1, config=FOLLOWS),
+    "one-recomputing": Layout(1, config={**FOLLOWS, **AGAIN}),
+    "one-partly-dense": Layout(1, config={**FOLLOWS, "moe": (False, True, False, True)}),
+    "ep2": Layout(2, sizes(ep=2), FOLLOWS),
+    "tp2-sp": Layout(2, sizes(tp=2), {**FOLLOWS, "sequence_parallel": True}),
+    "cp2": Layout(2, sizes(cp=2), FOLLOWS),
+    "pp2": Layout(2, sizes(pp=2), FOLLOWS),
+    "pp2-recomputing": Layout(2, sizes(pp=2), {**FOLLOWS, **AGAIN}),
+    "pp2-partly-dense": Layout(2, sizes(pp=2), {**FOLLOWS, "moe": (False, True, True, True)}),
+    "pp2-vpp2": Layout(2, sizes(pp=2) | VIRTUAL, {**FOLLOWS, **AGAIN}),
+    "pp2-ep2": Layout(
+        4, sizes(pp=2, ep=2), {**FOLLOWS, "recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    ),
+}
+"""Layouts in which routers follow the record."""
+
 MIXED = ("one-per-token", "cp2-per-token", "tp2-sp-pp2", "dp2-pp2-distributed")
 """Each a mixture of others, of which less is asked."""
 
@@ -99,9 +120,9 @@ MIXED = ("one-per-token", "cp2-per-token", "tp2-sp-pp2", "dp2-pp2-distributed")
 
 
 @cache
-def samples(top_p: bool = False) -> list[Sample]:
+def samples(top_p: bool = False, routed: bool = False) -> list[Sample]:
     """Executions with several samples, masked tokens, one sample out of the loss; log-probs of another policy."""
-    random = Random(5)
+    random, generator = Random(5), torch.Generator().manual_seed(5)
     policy = tiny.Plain(mixed(tiny.weights(), 1))
     made = []
     for index in range(12):
@@ -122,13 +143,17 @@ def samples(top_p: bool = False) -> list[Sample]:
             sample.rollout_top_p_token_offsets = [6 * place for place in range(response + 1)]
         with torch.no_grad():
             sample.rollout_log_probs = LogProbs(predicted(policy, sample, TEMPERATURE)[0].tolist())
+        if routed:  # not as the model would
+            draws = torch.rand(len(sample.tokens) - 1, tiny.LAYERS, tiny.EXPERTS, generator=generator)
+            sample.rollout_routed_experts = draws.topk(tiny.CHOSEN).indices.int().numpy()
         made.append(sample)
     return made
 
 
 def mixed(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Those of a policy nearby."""
-    other = tiny.weights(any("router" in name for name in weights), seed)
+    pattern = tuple(f"decoder.layers.{number}.mlp.router.weight" in weights for number in range(tiny.LAYERS))
+    other = tiny.weights(any(pattern) and pattern, seed)
     return {name: value + 0.1 * (other[name] - value) for name, value in weights.items()}
 
 
@@ -152,9 +177,11 @@ class Seen:
     counted: Tensor
 
 
-def predicted(policy: tiny.Plain, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+def predicted(policy: tiny.Plain, sample: Sample, temperature: float, follows: bool = True) -> tuple[Tensor, Tensor]:
     tokens = torch.tensor(sample.tokens.tolist())
-    logits = policy(tokens)[sample.prompt_length - 1 : -1] / temperature
+    recorded = sample.rollout_routed_experts if follows else None
+    experts = None if recorded is None else torch.as_tensor(recorded).long()
+    logits = policy(tokens, experts)[sample.prompt_length - 1 : -1] / temperature
     log_p = logits.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     if sample.rollout_top_p_token_ids is not None:
@@ -213,6 +240,10 @@ class Case:
     recompute: bool = False
     reference: bool = False
     top_p: bool = False
+    routed: bool = False
+
+    def samples(self) -> list[Sample]:
+        return samples(self.top_p, self.routed)
 
 
 BOUNDS: dict[str, Any] = {"clip": 0.1, "clip_high": 0.2, "dual_clip": 1.2}
@@ -237,6 +268,8 @@ CASES = {
     "own": Case(own_loss, own_loss_plain, "execution"),
     "top-p": Case(Objective(**BOUNDS), ppo, "token", top_p=True),
 }
+CASES |= {f"routed {kind}": replace(case, routed=True) for kind, case in CASES.items() if kind in ("ppo", "everything")}
+KINDS = [kind for kind, case in CASES.items() if not case.routed]
 
 
 class Reference:
@@ -283,7 +316,7 @@ class Reference:
     def _seen(self, sample: Sample, old: Mapping[int | None, Tensor]) -> Seen:
         new, entropy = predicted(self.policy, sample, TEMPERATURE)
         with torch.no_grad():
-            reference, _ = predicted(self.other, sample, TEMPERATURE)
+            reference, _ = predicted(self.other, sample, TEMPERATURE, follows=False)
         rollout = torch.tensor(list(sample.rollout_log_probs or ()))
         mask = torch.tensor(list(sample.loss_mask or ()), dtype=torch.bool) & (not sample.remove_sample)
         before = old[sample.index] if self.case.recompute else rollout
@@ -366,17 +399,17 @@ def running(*args: Any, **options: Any) -> Iterator[Run]:
 
 
 @cache
-def one_pass(kind: str, moe: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+def one_pass(kind: str, moe: bool | tuple[bool, ...]) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of plain torch."""
     case = CASES[kind]
     reference = Reference(tiny.weights(moe), case)
-    metrics = reference.backward(samples(case.top_p), reference.old(samples(case.top_p)))
+    metrics = reference.backward(case.samples(), reference.old(case.samples()))
     return metrics, {name: w.grad for name, w in reference.policy.weights.items() if w.grad is not None}
 
 
 def same_gradients(layout: Layout, kind: str, **options: Any) -> None:
     metrics, gradients = one_pass(kind, layout.moe)
-    batch = options.pop("batch", samples(CASES[kind].top_p))
+    batch = options.pop("batch", CASES[kind].samples())
     with running(layout, CASES[kind], **options) as run:
         result = run.train(batch_of(batch))
         for name, value in metrics.items():
@@ -736,6 +769,59 @@ def a_forward_and_a_reference_of_ones_own() -> None:
     assert set(shapes) == {(4, 2)}
 
 
+def records_that_do_not_fit(layout: Layout) -> None:
+    """Each is refused by every rank alike, before a router sees it; and nothing of a record stays behind a batch."""
+    good = samples(routed=True)
+    record = good[5].rollout_routed_experts
+    moe = [number for number in range(tiny.LAYERS) if layout.moe is True or layout.moe[number]]  # type: ignore[index]
+    twice, beyond, below = record.copy(), record.copy(), record.copy()
+    twice[3, moe[-1]] = 2
+    beyond[0, moe[0], 1] = tiny.EXPERTS
+    below[0, moe[0], 1] = -1
+    wrong: list[tuple[str, Any]] = [
+        (f"names an expert twice for token 3 in layer {moe[-1]}: \\[2, 2\\]", twice),
+        ("names expert 4; a layer of the model has 0 to 3", beyond),
+        ("names expert -1; a layer", below),
+        (f"has 1 experts in {len(moe)} layers for each token; the model has 2", record[:, moe, :1]),
+        ("has 2 experts in 1 layers for each token; the model has 2 in 4 layers", record[:, :1]),
+        ("is torch.float32, it must be the numbers of experts", record.astype("float32")),
+        (r"has the shape \(\d+, 4, 2\), it must be", record[1:]),
+        ("names expert 8388608", torch.zeros(len(record), 4, 2, dtype=torch.int32) + 2**23),
+    ]
+
+    def batch(value: Any) -> Batch:
+        made = [sample.copy() for sample in good]
+        made[5].rollout_routed_experts = value
+        return batch_of(made)
+
+    with running(layout, max_tokens_per_gpu=96) as run:
+        for match, value in wrong:
+            with pytest.raises(BatchError, match=f"sample 5: rollout_routed_experts {match}"):
+                run.train(batch(value))
+        with pytest.raises(BatchError, match="no sample has rollout_routed_experts, which routing replay needs: have"):
+            run.train(batch_of(samples()))
+        assert run.train(batch_of(good)).weight_version == "1"
+        for chunk in run.chunks:
+            for module in chunk.modules():
+                if (replay := getattr(module, "router_replay", None)) is not None:
+                    assert (replay.target_topk_idx, replay.replay_backward_list) == (None, [])
+                    assert replay.router_replay_action is None
+    if layout.moe is not True:  # a record of the layers that have experts is as good as one of all
+        one_of_them = [sample.copy() for sample in good]
+        for sample in one_of_them:
+            sample.rollout_routed_experts = sample.rollout_routed_experts[:, moe]
+        same_gradients(layout, "routed ppo", batch=one_of_them)
+
+
+def routers_left_to_themselves_choose_otherwise() -> None:
+    """So the cases above show that they follow."""
+    (followed, gradients), (alone, others) = (one_pass(kind, True) for kind in ("routed ppo", "ppo"))
+    for name in ("loss", "kl", "entropy", "grad_norm"):
+        assert followed[name] != pytest.approx(alone[name], rel=1e-4), name
+    for name, gradient in gradients.items():
+        assert not torch.allclose(gradient, others[name], rtol=0.01, atol=0), name
+
+
 def deep_ep_is_guarded() -> None:
     with running(LAYOUTS["one"]):
         assert deep_ep._patch is not None
@@ -883,15 +969,21 @@ def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
     for name, layout in LAYOUTS.items():
         if layout.world != world:
             continue
-        for kind in ("ppo", "gspo") if name in MIXED else CASES:
+        for kind in ("ppo", "gspo") if name in MIXED else KINDS:
             yield f"{name} {kind} packed", layout, partial(same_gradients, layout, kind)
-        for kind in CASES if name in ("one", "dp2", "cp2") else ("gspo", "everything"):
+        for kind in KINDS if name in ("one", "dp2", "cp2") else ("gspo", "everything"):
             yield f"{name} {kind} padded", layout, partial(same_gradients, layout, kind, padded=True)
         yield f"{name} {_title(several_steps)}", layout, partial(several_steps, layout)
         if name in MIXED:
             continue
         for case in (however_it_is_cut, ranks_agree, bad_batches, gradients_that_are_not_finite):
             yield f"{name} {_title(case)}", layout, partial(case, layout)
+    for name, layout in REPLAYING.items():
+        if layout.world != world:
+            continue
+        yield f"{name} routed ppo padded", layout, partial(same_gradients, layout, "routed ppo", padded=True)
+        yield f"{name} routed everything packed", layout, partial(same_gradients, layout, "routed everything")
+        yield f"{name} {_title(records_that_do_not_fit)}", layout, partial(records_that_do_not_fit, layout)
     alone = (
         the_event_loop_is_free,
         cancelled_it_ends_the_batch,
@@ -900,6 +992,7 @@ def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
         plain_sequences_and_other_numbers,
         the_scheduler_counts_executions,
         a_forward_and_a_reference_of_ones_own,
+        routers_left_to_themselves_choose_otherwise,
         deep_ep_is_guarded,
         in_bfloat16,
         in_float16,

@@ -200,6 +200,14 @@ HYBRIDEP = {
 }
 
 
+FOLLOWS = {
+    "num_moe_experts": 4,
+    "moe_enable_routing_replay": True,
+    "moe_router_fusion": False,
+    "cuda_graph_impl": "none",
+}
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -214,6 +222,19 @@ HYBRIDEP = {
         ({"num_moe_experts": 4, "padded": True, "moe_expert_rank_capacity_factor": 2.0}, "rank_capacity_factor is set"),
         ({"num_moe_experts": 4, "padded": True, "moe_router_enable_expert_bias": True}, "expert_bias is True"),
         ({**HYBRIDEP, "layout": ParallelLayout(dp=2)}, "set moe_flex_dispatcher_backend='deepep'"),
+        ({**FOLLOWS, "moe_router_fusion": True}, "set moe_router_fusion=False"),
+        ({**FOLLOWS, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn chooses experts by itself"),
+        (
+            {**FOLLOWS, "moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]},
+            "quantile_balancing chooses",
+        ),
+        ({**FOLLOWS, "cuda_graph_impl": "local", "cuda_graph_scope": []}, "as they were when it was captured"),
+        ({**FOLLOWS, "cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "moe_router"]}, "set cuda_graph_impl="),
+        (
+            {**FOLLOWS, "cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe"]},
+            "leave routers out of it",
+        ),
+        ({**FOLLOWS, "cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "leave routers out of it"),
         ({"mtp_num_layers": 1}, "multi-token prediction needs labels"),
         ({"overlap_moe_expert_parallel_comm": True}, "schedule plan"),
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
@@ -235,6 +256,10 @@ def test_configurations_that_compute_something_else_are_refused(options: dict[st
         {"num_moe_experts": 4, "padded": True},
         {**HYBRIDEP, "layout": ParallelLayout(dp=2), "moe_hybridep_pad_uneven_dispatch_inputs": True},
         {**HYBRIDEP, "layout": ParallelLayout(cp=2)},
+        FOLLOWS,
+        {**FOLLOWS, "cuda_graph_impl": "local", "cuda_graph_scope": [SimpleNamespace(name="attn")]},
+        {**FOLLOWS, "cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"], "cuda_graph_scope": None},
+        {**FOLLOWS, "moe_enable_routing_replay": False, "moe_router_fusion": True, "cuda_graph_impl": "local"},
         {**HYBRIDEP, "layout": ParallelLayout(dp=2), "expert_model_parallel_size": 1},
         {**HYBRIDEP, "layout": ParallelLayout(dp=2), "moe_flex_dispatcher_backend": "deepep"},
         {"num_moe_experts": 4, "padded": True, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01},

@@ -75,9 +75,30 @@ def _reasons(config: Any, layout: ParallelLayout, pp: int, chunks: int, gloo: bo
             "moe_flex_dispatcher_backend='deepep', or with megatron-core 0.19 moe_hybridep_pad_uneven_dispatch_inputs="
             "True"
         )
+    if config.num_moe_experts and getattr(config, "moe_enable_routing_replay", False):
+        yield from _no_replay(config)
     if getattr(config, "mtp_num_layers", None):
         yield "multi-token prediction needs labels, and a policy loss has none: set mtp_num_layers=None"
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         yield "overlap_moe_expert_parallel_comm needs a schedule plan, not a forward pass: set it to False"
     if getattr(config, "hybrid_context_parallel", False):
         yield "hybrid_context_parallel plans micro-batches by itself: set it to False"
+
+
+def _no_replay(config: Any) -> Iterator[str]:
+    """Why routers would not follow a record, as `moe_enable_routing_replay` asks for."""
+    why = "and moe_enable_routing_replay has no effect there"
+    if config.moe_router_fusion:
+        yield f"the fused router chooses experts by itself, {why}: set moe_router_fusion=False"
+    balancing = config.moe_router_load_balancing_type
+    for name in ("sinkhorn", "quantile_balancing"):
+        if name in (balancing if isinstance(balancing, list) else [balancing]):
+            yield f"{name} chooses experts by itself, {why}: set moe_router_load_balancing_type to another"
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    scope = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ["full"]
+    parts = {str(getattr(part, "name", part)) for part in (scope if isinstance(scope, list) else [scope])}
+    if graphs != "none" and parts & {"full", "full_iteration", "moe", "moe_router"}:
+        yield (
+            "a CUDA graph routes tokens as they were when it was captured: leave routers out of it "
+            "(cuda_graph_scope=['attn'], with megatron-core 0.19 cuda_graph_modules), or set cuda_graph_impl='none'"
+        )

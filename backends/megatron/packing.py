@@ -37,7 +37,7 @@ from eventbus.columns import LogProbs
 from eventbus.imports import optional_dependency
 from eventbus.sample import Sample
 
-__all__ = ["BatchError", "MicroBatch", "StepTotals", "check_sample", "pack", "step_totals", "unpack"]
+__all__ = ["BatchError", "MicroBatch", "StepTotals", "as_tensor", "check_sample", "pack", "step_totals", "unpack"]
 
 
 class BatchError(ValueError):
@@ -478,8 +478,8 @@ def _check_top_p(sample: Sample) -> None:
         raise BatchError(
             f"sample {sample.index}: of rollout_top_p_token_ids and rollout_top_p_token_offsets it has only one"
         )
-    count = _as_tensor(sample, "rollout_top_p_token_ids", ids).numel()
-    bounds = _as_tensor(sample, "rollout_top_p_token_offsets", offsets)
+    count = as_tensor(sample, "rollout_top_p_token_ids", ids).numel()
+    bounds = as_tensor(sample, "rollout_top_p_token_offsets", offsets)
     if bounds.shape != (sample.response_length + 1,) or bounds[0] or bounds[-1] != count or (bounds.diff() < 0).any():
         raise BatchError(
             f"sample {sample.index}: rollout_top_p_token_offsets must rise from 0 to {count}, the number of "
@@ -490,7 +490,7 @@ def _check_top_p(sample: Sample) -> None:
 def _check_experts(sample: Sample) -> None:
     if sample.rollout_routed_experts is None:
         return
-    shape = tuple(_as_tensor(sample, "rollout_routed_experts", sample.rollout_routed_experts).shape)
+    shape = tuple(as_tensor(sample, "rollout_routed_experts", sample.rollout_routed_experts).shape)
     if len(shape) != 3 or shape[0] != len(sample.tokens) - 1:
         raise BatchError(
             f"sample {sample.index}: rollout_routed_experts has the shape {shape}, it must be "
@@ -506,7 +506,7 @@ def _check_joined(samples: Sequence[Sample]) -> None:
         if sample.rollout_routed_experts is not None:
             values["rollout_routed_experts"] = sample.rollout_routed_experts
         for name, value in values.items():
-            tensor = _as_tensor(sample, name, value)
+            tensor = as_tensor(sample, name, value)
             if not tensor.dim():
                 raise BatchError(f"sample {sample.index}: {name} is a lone number; it needs a first dimension")
             kind = f"{tensor.dtype} [:, {', '.join(map(str, tensor.shape[1:]))}]"
@@ -515,7 +515,8 @@ def _check_joined(samples: Sequence[Sample]) -> None:
                 raise BatchError(f"sample {sample.index}: {name} is {kind}, but that of sample {index} is {first}")
 
 
-def _as_tensor(sample: Sample, name: str, value: Any) -> Tensor:
+def as_tensor(sample: Sample, name: str, value: Any) -> Tensor:
+    """The value of a column. :raises BatchError: it is none of numbers."""
     try:
         return _tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -50,6 +50,7 @@ from backends.megatron.losses import Aggregation, PolicyLoss
 from backends.megatron.objective import Objective, Terms
 from backends.megatron.packing import BatchError, MicroBatch, StepTotals, check_sample, pack, step_totals
 from backends.megatron.plan import ParallelLayout, check_sizes, plan_microbatches
+from backends.megatron.routing import RoutingReplay
 from backends.megatron.shard import Shard, ShardStep
 from backends.megatron.stream import RankFailed
 from backends.megatron.threads import waited
@@ -103,6 +104,10 @@ class MegatronTrainer:
     layout is that of `megatron.core.parallel_state`. Functions in the model's config that are None
     (`finalize_model_grads_func`, `grad_scale_func`, `no_sync_func`, `param_sync_func`) are set as that loop sets them.
     `guard_deep_ep` is applied, since megatron-core builds DeepEP's buffer at the first dispatch.
+
+    A model built with `moe_enable_routing_replay=True` sends each token to the experts that the engine's routers chose,
+    `rollout_routed_experts`, in the steps and where old log-probs are recomputed (R3, arXiv 2510.11370). A reference
+    chooses by itself.
 
     :param loss: the loss of each token.
     :param aggregation: how tokens become one number; see `backends.megatron.losses.aggregate`.
@@ -224,6 +229,7 @@ class MegatronTrainer:
         )
         self._check_chunks()
         self._set_functions()
+        self._routing = RoutingReplay(self.model, config, tp=self.layout.tp, tp_rank=self._ranks.tp_rank)
         self._inputs = frozenset(inspect.signature(unwrapped(self.model[0]).forward).parameters)
         self._device = device_of(self.model)
         self._vocabulary: int | None = getattr(unwrapped(self.model[0]), "vocab_size", None)
@@ -459,9 +465,10 @@ class MegatronTrainer:
 
         def step(data: Iterator[_Part], chunk: Any) -> tuple[Tensor, Any]:
             part = next(data)
-            return self.forward(chunk, part.batch), partial(self._loss_or_none, part, scale)
+            return self._output(chunk, part.batch), partial(self._loss_or_none, part, scale)
 
         reported = self._run(step, self.model, parts)
+        self._routing.clear()
         self._check_step()
         updated, grad_norm, _ = self.optimizer.step()
         if updated and self.scheduler is not None:
@@ -489,6 +496,10 @@ class MegatronTrainer:
             **{"forward_only": False, **options},
         )
         return reported
+
+    def _output(self, chunk: Any, batch: MicroBatch) -> Tensor:
+        with self._routing.replayed(chunk, batch):
+            return self.forward(chunk, batch)
 
     def _loss_or_none(self, part: _Part, scale: float, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with self._kept():
@@ -548,7 +559,7 @@ class MegatronTrainer:
                 with self._kept():
                     found[part.number], _ = self._predicted(part.batch, logits)
 
-            return self.forward(chunk, part.batch), keep
+            return self._output(chunk, part.batch), keep
 
         modes = [chunk.training for chunk in chunks]
         with torch.no_grad():
@@ -656,15 +667,17 @@ class MegatronTrainer:
         if low < 0 or (self._vocabulary is not None and high >= self._vocabulary):
             wrong = int(low if low < 0 else high)
             raise BatchError(f"{name}: token id {wrong} is not in the model's vocabulary of {self._vocabulary}")
+        if self._routing.on and sample.rollout_routed_experts is not None:
+            self._routing.check(sample)
         if self.forward is forward:
             self._check_inputs(sample)
 
     def _check_inputs(self, sample: Sample) -> None:
         """What `forward` does with a sample."""
-        if sample.rollout_routed_experts is not None:
+        if sample.rollout_routed_experts is not None and not self._routing.on:
             raise BatchError(
                 f"sample {sample.index}: it has rollout_routed_experts, and the routers would choose experts of their "
-                "own: give MegatronTrainer a forward=... that replays them, or drop the column"
+                "own: build the model with moe_enable_routing_replay=True, or drop the column"
             )
         inputs = sample.multimodal_train_inputs
         if inputs and (unknown := sorted(set(inputs) - (self._inputs - _OWN_INPUTS))):
@@ -678,12 +691,17 @@ class MegatronTrainer:
         needed = set(self._needs - {"old_log_probs", "reference_log_probs"})
         if "old_log_probs" in self._needs and not self._recompute:
             needed.add("rollout_log_probs")
+        if self._routing.on:
+            needed.add("rollout_routed_experts")
         for name in sorted(needed - totals.columns):
             hint = {
                 "advantage": "add the stage middleware.GroupAdvantage",
                 "rollout_log_probs": "have the engine return log-probs, or set old_log_probs='recompute'",
+                "rollout_routed_experts": "have the engine return them, as SGLangEngine(routed_experts=...) does, or "
+                "build the model without moe_enable_routing_replay",
             }.get(name, "add a stage that sets it")
-            raise BatchError(f"no sample has {name}, which the loss needs: {hint}")
+            what = "routing replay" if name == "rollout_routed_experts" else "the loss"
+            raise BatchError(f"no sample has {name}, which {what} needs: {hint}")
 
 
 @dataclass(frozen=True)
@@ -705,6 +723,7 @@ class _Ranks:
     cp: int
     cp_rank: int
     tp: int
+    tp_rank: int
     pp: int
     vpp: int | None
     last_stage: bool
@@ -734,6 +753,7 @@ class _Ranks:
             cp=state.get_context_parallel_world_size(),
             cp_rank=state.get_context_parallel_rank(),
             tp=state.get_tensor_model_parallel_world_size(),
+            tp_rank=state.get_tensor_model_parallel_rank(),
             pp=state.get_pipeline_model_parallel_world_size(),
             vpp=state.get_virtual_pipeline_model_parallel_world_size(),
             last_stage=state.is_pipeline_last_stage(ignore_virtual=True),
