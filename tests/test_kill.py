@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -26,13 +25,26 @@ from tests.test_log_file import light_ends
 ROOT = Path(__file__).resolve().parent.parent
 
 SERVER = """
-    import os, sys, anyio
+    import os, signal, sys, anyio
     from eventbus import BatchSpec, Pipeline
     from middleware import DynamicFilter, Generate, Recorder, reward_nonzero_std
     from eventbus.log.format import described
     from tests.streams import endless, engine, rewarded
 
     described()  # takes a moment, once
+    writev = os.writev
+
+    def record_until(size, path):
+        def up_to_there(file, parts):
+            left = size - os.lseek(file, 0, os.SEEK_CUR)
+            data = b"".join(parts)
+            if len(data) < left:
+                return writev(file, parts)
+            os.write(file, data[:left])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.writev = up_to_there
+        anyio.run(record, path)
 
     async def record(path):
         pipeline = Pipeline(
@@ -48,10 +60,9 @@ SERVER = """
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            anyio.run(record, line.strip())
-        print(child, flush=True)
-        os.waitpid(child, 0)
-        print("killed", flush=True)
+            size, path = line.split(maxsplit=1)
+            record_until(int(size), path.strip())
+        print(os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -69,8 +80,9 @@ def adds_up_and_verifies(path: Path, stages: Sequence[Any] | None = None) -> int
 
 
 def test_a_recording_pipeline(tmp_path: Path) -> None:
-    """Fifty processes, each killed when its file has a random number of bytes."""
+    """Fifty processes, each killed at a byte of its file: in the first rollout, after many, and in between."""
     rng = random.Random(0)
+    sizes = [24_000, 4_000_000, *(rng.randrange(24_000, 600_000) for _ in range(48))]
     stages = [
         Generate(engine()),
         rewarded(lambda sample: (sample.index or 0) % 3 == 0),
@@ -81,17 +93,12 @@ def test_a_recording_pipeline(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        for number in range(50):
+        for number, size in enumerate(sizes):
             path = tmp_path / f"{number}.mcap"
-            moment = rng.randrange(24_000, 400_000)
-            print(path, file=server.stdin, flush=True)
-            recording = int(server.stdout.readline())
-            while not path.exists() or path.stat().st_size < moment:
-                assert server.poll() is None
-            seen = path.stat().st_size
-            os.kill(recording, signal.SIGKILL)
-            assert server.stdout.readline() == "killed\n"
-            check_what_was_left(path, seen)
+            print(size, path, file=server.stdin, flush=True)
+            assert server.stdout.readline() == f"{signal.SIGKILL:d}\n"
+            assert path.stat().st_size == size
+            check_what_was_left(path)
             finished.append(adds_up_and_verifies(path, stages))
             path.unlink()
         server.stdin.close()
@@ -128,9 +135,9 @@ def rolloutbus(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from eventbus.cli import main; main()", *arguments]
 
 
-def check_what_was_left(path: Path, seen: int) -> None:
-    """A log whose process was killed when `seen` bytes were in the file."""
-    flushed = max(events for end, events in light_ends(path) if end <= seen)
+def check_what_was_left(path: Path) -> None:
+    """A log whose process was killed: all that is in the file is there."""
+    flushed = max(events for _, events in light_ends(path))
     with LogReader(path) as log:
         read = content(log)
         assert [event.seq for event, _ in read] == list(range(len(read)))
