@@ -422,13 +422,15 @@ async def test_importing_the_stages_does_not_import_the_log() -> None:
 async def test_a_partial_sample_of_an_aborted_request(path: Path) -> None:
     """An engine that answers with what it had when it was aborted."""
     witness = Witness()
-    aborted = anyio.Event()
+    under_way, aborted = anyio.Event(), anyio.Event()
 
     class Engine(SimulatedEngine):
         async def generate(self, sample: Sample, sampling: Any) -> Completion:
             if sample.index is not None and sample.index >= 4 and not aborted.is_set():
+                under_way.set()
                 await aborted.wait()
                 return Completion("x", [7, 8], [-0.1, -0.2], SampleStatus.ABORTED)
+            await under_way.wait()  # else the batch may be full before
             return Completion("xyz", [1, 2, 3], [-0.5] * 3)
 
         async def abort(self, samples: Any) -> None:
