@@ -813,6 +813,23 @@ def records_that_do_not_fit(layout: Layout) -> None:
         same_gradients(layout, "routed ppo", batch=one_of_them)
 
 
+def records_are_kept_for_layers_that_are_computed_again() -> None:
+    for name, kept in {"one": 0, "one-recomputing": 1}.items():
+        replays: list[Any] = []
+        seen: list[int] = []
+
+        def loss(terms: Terms, replays: list[Any] = replays, seen: list[int] = seen) -> Tensor:
+            seen.extend(len(replay.replay_backward_list) for replay in replays)
+            return -terms.log_probs
+
+        with running(REPLAYING[name], Case(loss, ppo, "token", routed=True)) as run:
+            modules = [module for chunk in run.chunks for module in chunk.modules()]
+            replays += [module.router_replay for module in modules if hasattr(module, "router_replay")]
+            run.train(batch_of(samples(routed=True)))
+        assert len(replays) == tiny.LAYERS
+        assert set(seen) == {kept}
+
+
 def routers_left_to_themselves_choose_otherwise() -> None:
     """So the cases above show that they follow."""
     (followed, gradients), (alone, others) = (one_pass(kind, True) for kind in ("routed ppo", "ppo"))
@@ -992,6 +1009,7 @@ def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
         plain_sequences_and_other_numbers,
         the_scheduler_counts_executions,
         a_forward_and_a_reference_of_ones_own,
+        records_are_kept_for_layers_that_are_computed_again,
         routers_left_to_themselves_choose_otherwise,
         deep_ep_is_guarded,
         in_bfloat16,

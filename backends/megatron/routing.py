@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class RoutingReplay:
         self._config = config
         self._tp, self._tp_rank = tp, tp_rank
         self._moe = _moe_layers(config) if self.on else []
+        self._again = config.recompute_granularity == "full" or "moe" in (config.recompute_modules or ())
+        """Layers with experts are computed once more in the backward pass."""
         self._routers: dict[Any, list[tuple[int, Any]]] = {}
         """By chunk: the number of the layer in the whole model, from 0, and its `RouterReplay`."""
         if self.on:
@@ -102,16 +105,16 @@ class RoutingReplay:
             yield
         finally:
             for _, router in routers:
-                if torch.is_grad_enabled():
-                    router.set_router_replay_action(self._action.REPLAY_BACKWARD)
-                else:
-                    _cleared(router)
+                if not (self._again and torch.is_grad_enabled()):
+                    router.clear_indices()
+                # Where nothing is to be computed again this fails if it is, rather than choose other experts.
+                router.set_router_replay_action(self._action.REPLAY_BACKWARD if torch.is_grad_enabled() else None)
 
     def clear(self) -> None:
         """After a step: let the records go."""
-        for routers in self._routers.values():
-            for _, router in routers:
-                _cleared(router)
+        for _, router in chain.from_iterable(self._routers.values()):
+            router.clear_indices()
+            router.clear_router_replay_action()
 
     def _rows(self, batch: MicroBatch, experts: Tensor) -> Tensor:
         """int64 [tokens of this rank, layers, experts per token], in the order in which routers see tokens: position by
@@ -119,11 +122,6 @@ class RoutingReplay:
         sequences, length = batch.tokens.shape
         rows = experts.view(sequences, length, *experts.shape[1:]).transpose(0, 1).flatten(0, 1)
         return rows.chunk(self._tp)[self._tp_rank].long()
-
-
-def _cleared(router: Any) -> None:
-    router.clear_indices()
-    router.clear_router_replay_action()
 
 
 def _moe_layers(config: Any) -> list[int]:
