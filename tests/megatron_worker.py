@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from backends.megatron import deep_ep
 from backends.megatron.config import ConfigError
@@ -784,7 +785,14 @@ def records_that_do_not_fit(layout: Layout) -> None:
         ("names expert -1; a layer", below),
         (f"has 1 experts in {len(moe)} layers for each token; the model has 2", record[:, moe, :1]),
         ("has 2 experts in 1 layers for each token; the model has 2 in 4 layers", record[:, :1]),
-        ("is torch.float32, it must be the numbers of experts", record.astype("float32")),
+        ("is torch.float32, it must be a plain array", record.astype("float32")),
+        ("is torch.complex64, it must be a plain array", record.astype("complex64")),
+        ("is torch.bool, it must be a plain array", record.astype("bool")),
+        ("is torch.int32, it must be a plain array", torch.as_tensor(record).to_sparse()),
+        ("is torch.int32, it must be a plain array", torch.as_tensor(record).to("meta")),
+        (r"has the shape \(\d+, 4\), it must be", record[..., 0]),
+        (r"has the shape \(\), it must be", 3),
+        (r"has the shape \(1, \d+, 4, 2\), it must be", record[None]),
         (r"has the shape \(\d+, 4, 2\), it must be", record[1:]),
         ("names expert 8388608", torch.zeros(len(record), 4, 2, dtype=torch.int32) + 2**23),
     ]
@@ -800,12 +808,13 @@ def records_that_do_not_fit(layout: Layout) -> None:
                 run.train(batch(value))
         with pytest.raises(BatchError, match="no sample has rollout_routed_experts, which routing replay needs: have"):
             run.train(batch_of(samples()))
-        assert run.train(batch_of(good)).weight_version == "1"
-        for chunk in run.chunks:
-            for module in chunk.modules():
-                if (replay := getattr(module, "router_replay", None)) is not None:
-                    assert (replay.target_topk_idx, replay.replay_backward_list) == (None, [])
-                    assert replay.router_replay_action is None
+        for version, kind in enumerate(("uint8", "uint16", "int64"), 1):
+            made = [sample.copy() for sample in good]
+            for sample in made:
+                sample.rollout_routed_experts = sample.rollout_routed_experts.astype(kind)
+            assert run.train(batch_of(made)).weight_version == str(version)
+        for follower in run.trainer._routing._here():
+            assert (follower._record, list(follower.again), follower._backward) == (None, [], False)
     if layout.moe is not True:  # a record of the layers that have experts is as good as one of all
         one_of_them = [sample.copy() for sample in good]
         for sample in one_of_them:
@@ -814,20 +823,68 @@ def records_that_do_not_fit(layout: Layout) -> None:
 
 
 def records_are_kept_for_layers_that_are_computed_again() -> None:
-    for name, kept in {"one": 0, "one-recomputing": 1}.items():
-        replays: list[Any] = []
-        seen: list[int] = []
+    block = {**AGAIN, "recompute_method": "block"}
+    for again, kept in (({}, [0, 0, 0, 0]), (AGAIN, [1, 1, 1, 1]), (block, [1, 0, 0, 0])):
+        seen: list[list[int]] = []
+        followers: list[Any] = []
 
-        def loss(terms: Terms, replays: list[Any] = replays, seen: list[int] = seen) -> Tensor:
-            seen.extend(len(replay.replay_backward_list) for replay in replays)
+        def loss(terms: Terms, followers: list[Any] = followers, seen: list[list[int]] = seen) -> Tensor:
+            seen.append([len(follower.again) for follower in followers])
             return -terms.log_probs
 
-        with running(REPLAYING[name], Case(loss, ppo, "token", routed=True)) as run:
-            modules = [module for chunk in run.chunks for module in chunk.modules()]
-            replays += [module.router_replay for module in modules if hasattr(module, "router_replay")]
+        with running(Layout(1, config={**FOLLOWS, **again}), Case(loss, ppo, "token", routed=True)) as run:
+            followers += run.trainer._routing._here()
             run.train(batch_of(samples(routed=True)))
-        assert len(replays) == tiny.LAYERS
-        assert set(seen) == {kept}
+        assert len(seen) > 1
+        assert all(lengths == kept for lengths in seen), (again, seen)
+
+
+def what_the_model_does_to_records() -> None:
+    """Other tokens, layers computed again in another way, a failure: none of them lets routers choose by themselves."""
+    layout = REPLAYING["one-recomputing"]
+
+    def with_more(model: Any, batch: MicroBatch) -> Tensor:
+        more = [torch.cat([values, values[:, :1]], 1) for values in (batch.tokens, batch.position_ids)]
+        assert batch.cu_seqlens is not None
+        seqlens = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + 1])
+        return forward(model, replace(batch, tokens=more[0], position_ids=more[1], cu_seqlens=seqlens))
+
+    with running(layout, CASES["routed ppo"], forward=with_more) as run:
+        with pytest.raises(RuntimeError, match=r"layer 0 is given \d+ tokens, and the record has \d+: with routing"):
+            run.train(batch_of(samples(routed=True)))
+
+    def again_with_gradient(model: Any, batch: MicroBatch) -> Tensor:
+        found: Tensor = checkpoint(forward, model, batch, use_reentrant=False)
+        return found
+
+    with running(REPLAYING["one"], CASES["routed ppo"], forward=again_with_gradient) as run:
+        with pytest.raises(RuntimeError, match="layer 0 is computed again in the backward pass, but was not computed"):
+            run.train(batch_of(samples(routed=True)))
+
+    fails = [3]
+
+    def out_of_memory(model: Any, batch: MicroBatch) -> Tensor:
+        fails[0] -= 1
+        if not fails[0]:
+            raise MemoryError
+        return forward(model, batch)
+
+    metrics, gradients = one_pass("routed ppo", True)
+    with running(layout, CASES["routed ppo"], forward=out_of_memory) as run:
+        with pytest.raises(MemoryError):
+            run.train(batch_of(samples(routed=True)))
+        assert run.train(batch_of(samples(routed=True))).metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+        run.check_gradients(gradients)
+
+
+def models_that_cannot_follow() -> None:
+    with running(Layout(1, config={"moe": True})) as run:
+        run.trainer.config.moe_enable_routing_replay = True
+        with pytest.raises(ConfigError, match="was not when the model was built"):
+            MegatronTrainer(run.chunks, run.optimizer, max_tokens_per_gpu=CAP)
+    with running(LAYOUTS["one"], forward=lambda *args: pytest.fail("the model runs")) as run:
+        with pytest.raises(BatchError, match="sample 0: it has rollout_routed_experts, and the model has no experts"):
+            run.train(batch_of(samples(routed=True)))
 
 
 def routers_left_to_themselves_choose_otherwise() -> None:
@@ -1010,6 +1067,8 @@ def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
         the_scheduler_counts_executions,
         a_forward_and_a_reference_of_ones_own,
         records_are_kept_for_layers_that_are_computed_again,
+        what_the_model_does_to_records,
+        models_that_cannot_follow,
         routers_left_to_themselves_choose_otherwise,
         deep_ep_is_guarded,
         in_bfloat16,

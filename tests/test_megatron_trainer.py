@@ -168,6 +168,8 @@ def test_what_an_objective_needs() -> None:
 PLAIN = SimpleNamespace(
     variable_seq_lengths=True,
     num_moe_experts=None,
+    tensor_model_parallel_size=1,
+    sequence_parallel=False,
     moe_token_dispatcher_type="alltoall",
     batch_p2p_comm=True,
     deallocate_pipeline_outputs=False,
@@ -207,6 +209,8 @@ FOLLOWS = {
     "cuda_graph_impl": "none",
 }
 
+GRAPHS = {"cuda_graph_impl": "transformer_engine"}
+
 
 @pytest.mark.parametrize(
     ("options", "match"),
@@ -228,13 +232,14 @@ FOLLOWS = {
             {**FOLLOWS, "moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]},
             "quantile_balancing chooses",
         ),
-        ({**FOLLOWS, "cuda_graph_impl": "local", "cuda_graph_scope": []}, "as they were when it was captured"),
-        ({**FOLLOWS, "cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "moe_router"]}, "set cuda_graph_impl="),
-        (
-            {**FOLLOWS, "cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe"]},
-            "leave routers out of it",
-        ),
-        ({**FOLLOWS, "cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "leave routers out of it"),
+        ({**FOLLOWS, "moe_expert_capacity_factor": 1.0}, "set moe_expert_capacity_factor=None"),
+        ({**FOLLOWS, "moe_expert_rank_capacity_factor": 2.0}, "set moe_expert_rank_capacity_factor=None"),
+        ({**FOLLOWS, "cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, "as they were when it was captured"),
+        ({**FOLLOWS, **GRAPHS, "cuda_graph_scope": []}, "set cuda_graph_impl='none'"),
+        ({**FOLLOWS, **GRAPHS, "cuda_graph_scope": ["attn", "moe_router"]}, "set cuda_graph_impl='none'"),
+        ({**FOLLOWS, **GRAPHS, "cuda_graph_modules": ["moe"]}, "or 'transformer_engine' with"),
+        ({**FOLLOWS, "cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}, "set cuda_graph_impl='none'"),
+        ({"num_moe_experts": 4, "tensor_model_parallel_size": 2}, "with sequence_parallel=True only"),
         ({"mtp_num_layers": 1}, "multi-token prediction needs labels"),
         ({"overlap_moe_expert_parallel_comm": True}, "schedule plan"),
         ({"hybrid_context_parallel": True}, "hybrid_context_parallel"),
@@ -257,8 +262,9 @@ def test_configurations_that_compute_something_else_are_refused(options: dict[st
         {**HYBRIDEP, "layout": ParallelLayout(dp=2), "moe_hybridep_pad_uneven_dispatch_inputs": True},
         {**HYBRIDEP, "layout": ParallelLayout(cp=2)},
         FOLLOWS,
-        {**FOLLOWS, "cuda_graph_impl": "local", "cuda_graph_scope": [SimpleNamespace(name="attn")]},
-        {**FOLLOWS, "cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"], "cuda_graph_scope": None},
+        {**FOLLOWS, **GRAPHS, "cuda_graph_scope": [SimpleNamespace(name="attn")]},
+        {**FOLLOWS, **GRAPHS, "cuda_graph_modules": ["attn"], "cuda_graph_scope": None},
+        {"num_moe_experts": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
         {**FOLLOWS, "moe_enable_routing_replay": False, "moe_router_fusion": True, "cuda_graph_impl": "local"},
         {**HYBRIDEP, "layout": ParallelLayout(dp=2), "expert_model_parallel_size": 1},
         {**HYBRIDEP, "layout": ParallelLayout(dp=2), "moe_flex_dispatcher_backend": "deepep"},

@@ -75,6 +75,8 @@ def _reasons(config: Any, layout: ParallelLayout, pp: int, chunks: int, gloo: bo
             "moe_flex_dispatcher_backend='deepep', or with megatron-core 0.19 moe_hybridep_pad_uneven_dispatch_inputs="
             "True"
         )
+    if config.num_moe_experts and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        yield "megatron-core trains experts under tensor parallelism with sequence_parallel=True only: set it"
     if config.num_moe_experts and getattr(config, "moe_enable_routing_replay", False):
         yield from _no_replay(config)
     if getattr(config, "mtp_num_layers", None):
@@ -94,11 +96,14 @@ def _no_replay(config: Any) -> Iterator[str]:
     for name in ("sinkhorn", "quantile_balancing"):
         if name in (balancing if isinstance(balancing, list) else [balancing]):
             yield f"{name} chooses experts by itself, {why}: set moe_router_load_balancing_type to another"
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        if getattr(config, name, None) is not None:
+            yield f"experts at their capacity turn tokens away that the record sends them: set {name}=None"
     graphs = getattr(config, "cuda_graph_impl", "none")
     scope = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ["full"]
     parts = {str(getattr(part, "name", part)) for part in (scope if isinstance(scope, list) else [scope])}
-    if graphs != "none" and parts & {"full", "full_iteration", "moe", "moe_router"}:
+    if graphs != "none" and (graphs != "transformer_engine" or parts & {"full", "full_iteration", "moe", "moe_router"}):
         yield (
-            "a CUDA graph routes tokens as they were when it was captured: leave routers out of it "
-            "(cuda_graph_scope=['attn'], with megatron-core 0.19 cuda_graph_modules), or set cuda_graph_impl='none'"
+            "a CUDA graph routes tokens as they were when it was captured: set cuda_graph_impl='none', or "
+            "'transformer_engine' with cuda_graph_scope=['attn'] (cuda_graph_modules with megatron-core 0.19)"
         )

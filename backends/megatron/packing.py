@@ -37,7 +37,7 @@ from eventbus.columns import LogProbs
 from eventbus.imports import optional_dependency
 from eventbus.sample import Sample
 
-__all__ = ["BatchError", "MicroBatch", "StepTotals", "as_tensor", "check_sample", "pack", "step_totals", "unpack"]
+__all__ = ["BatchError", "MicroBatch", "StepTotals", "check_experts", "check_sample", "pack", "step_totals", "unpack"]
 
 
 class BatchError(ValueError):
@@ -154,7 +154,8 @@ def step_totals(samples: Sequence[Sample]) -> StepTotals:
             _check_numbers(name, samples)
     for sample in samples:
         _check_top_p(sample)
-        _check_experts(sample)
+        if sample.rollout_routed_experts is not None:
+            check_experts(sample)
     _check_joined(samples)
     tokens, alone = 0, 0
     execution_tokens: dict[int, int] = {}
@@ -478,8 +479,8 @@ def _check_top_p(sample: Sample) -> None:
         raise BatchError(
             f"sample {sample.index}: of rollout_top_p_token_ids and rollout_top_p_token_offsets it has only one"
         )
-    count = as_tensor(sample, "rollout_top_p_token_ids", ids).numel()
-    bounds = as_tensor(sample, "rollout_top_p_token_offsets", offsets)
+    count = _as_tensor(sample, "rollout_top_p_token_ids", ids).numel()
+    bounds = _as_tensor(sample, "rollout_top_p_token_offsets", offsets)
     if bounds.shape != (sample.response_length + 1,) or bounds[0] or bounds[-1] != count or (bounds.diff() < 0).any():
         raise BatchError(
             f"sample {sample.index}: rollout_top_p_token_offsets must rise from 0 to {count}, the number of "
@@ -487,15 +488,28 @@ def _check_top_p(sample: Sample) -> None:
         )
 
 
-def _check_experts(sample: Sample) -> None:
-    if sample.rollout_routed_experts is None:
-        return
-    shape = tuple(as_tensor(sample, "rollout_routed_experts", sample.rollout_routed_experts).shape)
+def check_experts(sample: Sample) -> Tensor:
+    """The record of a sample that has one, [tokens - 1, layers, experts per token], in some type of whole numbers.
+
+    :raises BatchError: it has another shape, or holds something else.
+    """
+    name = f"sample {sample.index}: rollout_routed_experts"
+    record = _as_tensor(sample, "rollout_routed_experts", sample.rollout_routed_experts)
+    shape = tuple(record.shape)
     if len(shape) != 3 or shape[0] != len(sample.tokens) - 1:
         raise BatchError(
-            f"sample {sample.index}: rollout_routed_experts has the shape {shape}, it must be "
-            f"({len(sample.tokens) - 1}, layers, experts per token): all tokens but the last"
+            f"{name} has the shape {shape}, it must be ({len(sample.tokens) - 1}, layers, experts per token): all "
+            "tokens but the last"
         )
+    whole = not (record.is_floating_point() or record.is_complex() or record.dtype == torch.bool)
+    if not whole or record.layout != torch.strided or record.is_meta:
+        raise BatchError(f"{name} is {record.dtype}, it must be a plain array of the numbers of experts")
+    if record.dtype in _UNSIGNED:  # with which torch computes little
+        record = record.to(torch.int64)
+    return record
+
+
+_UNSIGNED: Final = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _check_joined(samples: Sequence[Sample]) -> None:
@@ -506,7 +520,7 @@ def _check_joined(samples: Sequence[Sample]) -> None:
         if sample.rollout_routed_experts is not None:
             values["rollout_routed_experts"] = sample.rollout_routed_experts
         for name, value in values.items():
-            tensor = as_tensor(sample, name, value)
+            tensor = _as_tensor(sample, name, value)
             if not tensor.dim():
                 raise BatchError(f"sample {sample.index}: {name} is a lone number; it needs a first dimension")
             kind = f"{tensor.dtype} [:, {', '.join(map(str, tensor.shape[1:]))}]"
@@ -515,8 +529,7 @@ def _check_joined(samples: Sequence[Sample]) -> None:
                 raise BatchError(f"sample {sample.index}: {name} is {kind}, but that of sample {index} is {first}")
 
 
-def as_tensor(sample: Sample, name: str, value: Any) -> Tensor:
-    """The value of a column. :raises BatchError: it is none of numbers."""
+def _as_tensor(sample: Sample, name: str, value: Any) -> Tensor:
     try:
         return _tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

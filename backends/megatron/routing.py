@@ -4,74 +4,70 @@ The routers of the engine and of the trainer have the same weights and choose di
 arithmetic differs, and a token that goes to other experts gets other log-probs. With the engine's choices,
 `Sample.rollout_routed_experts`, only the scores of the experts are the trainer's own, with their gradient.
 
-megatron-core has the means: the routers of a model that was built with `moe_enable_routing_replay=True` hold a
-`RouterReplay`. What it takes is one record per layer, set before each forward pass, and taken up again where a layer is
-computed once more in the backward pass.
+megatron-core asks for the choice at one place: the routers of a model that was built with
+`moe_enable_routing_replay=True` have a `RouterReplay`, whose `get_replay_topk` stands for the top-k. `_Follower` takes
+its place, since megatron-core's own keeps every record to the end of the step, whether its layer is computed again or
+not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from backends.megatron.chunks import unwrapped
-from backends.megatron.packing import BatchError, MicroBatch, as_tensor
-from eventbus.imports import optional_dependency
+from backends.megatron.config import ConfigError
+from backends.megatron.packing import BatchError, MicroBatch, check_experts
 from eventbus.sample import Sample
 
-__all__ = ["RoutingReplay"]
+__all__ = ["Records", "RoutingReplay"]
+
+Records: TypeAlias = Mapping[int, Tensor]
+"""Of a micro-batch, by layer: [tokens of this rank, experts per token], int32, in the order of the routers."""
 
 
 class RoutingReplay:
-    """The routers of these chunks; none where the model is built without `moe_enable_routing_replay`.
+    """The routers of these chunks. A collective over the pipeline, where the model's config asks for replay.
 
     :param tp: tensor-parallel ranks that share a sequence (sequence parallelism); this is number `tp_rank` of them.
+    :raises ConfigError: the model was built without it.
     """
 
-    def __init__(self, chunks: Sequence[Any], config: Any, *, tp: int, tp_rank: int) -> None:
+    def __init__(self, chunks: Sequence[Any], config: Any, *, tp: int, tp_rank: int, pp_group: Any) -> None:
         self.on: bool = bool(config.num_moe_experts) and getattr(config, "moe_enable_routing_replay", False)
         self._config = config
         self._tp, self._tp_rank = tp, tp_rank
-        self._moe = _moe_layers(config) if self.on else []
-        self._again = config.recompute_granularity == "full" or "moe" in (config.recompute_modules or ())
-        """Layers with experts are computed once more in the backward pass."""
-        self._routers: dict[Any, list[tuple[int, Any]]] = {}
-        """By chunk: the number of the layer in the whole model, from 0, and its `RouterReplay`."""
+        self._followers: dict[Any, list[_Follower]] = {}
+        self._layers: list[int] = []
+        """With experts, in the whole model."""
         if self.on:
-            for chunk in chunks:
-                modules = unwrapped(chunk).modules()
-                self._routers[chunk] = [
-                    (module.layer_number - 1, module.router_replay)
-                    for module in modules
-                    if getattr(module, "router_replay", None) is not None
-                ]
-            with optional_dependency():
-                self._action = import_module("megatron.core.transformer.moe.router_replay").RouterReplayAction
+            self._followers = {chunk: _followers(chunk) for chunk in chunks}
+            every: list[Any] = [None] * dist.get_world_size(pp_group)
+            dist.all_gather_object(every, [follower.layer for follower in self._here()], group=pp_group)
+            self._layers = sorted({layer for layers in every for layer in layers})
 
     def check(self, sample: Sample) -> None:
-        """What `check_sample` does not know: the model.
+        """Whether a sample's record fits the model.
 
-        :raises BatchError: the record does not fit it, or names what is no expert of it.
+        :raises BatchError: it does not, or it names what is no expert of it.
         """
         name = f"sample {sample.index}: rollout_routed_experts"
-        records = as_tensor(sample, "rollout_routed_experts", sample.rollout_routed_experts)
-        if records.is_floating_point():
-            raise BatchError(f"{name} is {records.dtype}, it must be the numbers of experts")
+        records = check_experts(sample)
         _, layers, chosen = records.shape
         config = self._config
-        if layers not in (config.num_layers, len(self._moe)) or chosen != config.moe_router_topk:
+        if layers not in (config.num_layers, len(self._layers)) or chosen != config.moe_router_topk:
             raise BatchError(
                 f"{name} has {chosen} experts in {layers} layers for each token; the model has "
-                f"{config.moe_router_topk} in {config.num_layers} layers, of which {len(self._moe)} have experts. Is "
-                "this the model that the engine runs?"
+                f"{config.moe_router_topk} in {config.num_layers} layers, of which {len(self._layers)} have experts. "
+                "Is this the model that the engine runs?"
             )
-        records = records[:, self._moe] if layers == config.num_layers else records
+        records = records if layers == len(self._layers) else records[:, self._layers]
         low, high = records.aminmax() if records.numel() else (0, 0)
         if low < 0 or high >= config.num_moe_experts:
             raise BatchError(
@@ -83,49 +79,123 @@ class RoutingReplay:
         if same.any():
             token, layer = same.nonzero()[0].tolist()
             raise BatchError(
-                f"{name} names an expert twice for token {token} in layer {self._moe[layer]}: "
+                f"{name} names an expert twice for token {token} in layer {self._layers[layer]}: "
                 f"{records[token, layer].tolist()}. The engine did not record that token"
             )
 
-    @contextmanager
-    def replayed(self, chunk: Any, batch: MicroBatch) -> Iterator[None]:
-        """While `chunk` runs forward over `batch`. What is computed again in the backward pass has the same record: the
-        micro-batches of a chunk come in the same order there.
+    def records(self, batch: MicroBatch) -> Records | None:
+        """What the routers of this rank are to follow: of its own layers, and with sequence parallelism of its own part
+        of the tokens. On the CPU, in pinned memory where there is a GPU, which holds each as long as it is used.
         """
-        routers = self._routers.get(chunk, [])
-        if batch.routed_experts is None or not routers:
-            yield
-            return
-        rows = self._rows(batch, batch.routed_experts)
-        whole = rows.shape[1] == self._config.num_layers
+        experts = batch.routed_experts
+        if not self.on or experts is None:
+            return None
+        sequences, length = batch.tokens.shape
+        rows = experts.view(sequences, length, *experts.shape[1:]).transpose(0, 1).flatten(0, 1)
+        rows = rows.chunk(self._tp)[self._tp_rank]
+        places = range(rows.shape[1]) if rows.shape[1] == self._config.num_layers else self._layers
+        found = {follower.layer: rows[:, places.index(follower.layer)].contiguous() for follower in self._here()}
+        pinned = torch.cuda.is_available()
+        return {layer: record.pin_memory() if pinned else record for layer, record in found.items()}
+
+    @contextmanager
+    def replayed(self, chunk: Any, records: Records | None) -> Iterator[None]:
+        """While `chunk` runs forward over their micro-batch. What is computed again in the backward pass follows the
+        same records: the micro-batches of a chunk come in the same order there.
+        """
+        followers = [] if records is None else self._followers.get(chunk, [])
+        graded = torch.is_grad_enabled()
+        for follower in followers:
+            follower.begin(records[follower.layer] if records else None, graded)
         try:
-            for layer, router in routers:
-                router.set_target_indices(rows[:, layer if whole else self._moe.index(layer)])
-                router.set_router_replay_action(self._action.REPLAY_FORWARD)
             yield
         finally:
-            for _, router in routers:
-                if not (self._again and torch.is_grad_enabled()):
-                    router.clear_indices()
-                # Where nothing is to be computed again this fails if it is, rather than choose other experts.
-                router.set_router_replay_action(self._action.REPLAY_BACKWARD if torch.is_grad_enabled() else None)
+            for follower in followers:
+                follower.end(graded)
 
     def clear(self) -> None:
         """After a step: let the records go."""
-        for _, router in chain.from_iterable(self._routers.values()):
-            router.clear_indices()
-            router.clear_router_replay_action()
+        for follower in self._here():
+            follower.clear()
 
-    def _rows(self, batch: MicroBatch, experts: Tensor) -> Tensor:
-        """int64 [tokens of this rank, layers, experts per token], in the order in which routers see tokens: position by
-        position, of which sequence parallelism gives each rank a part."""
-        sequences, length = batch.tokens.shape
-        rows = experts.view(sequences, length, *experts.shape[1:]).transpose(0, 1).flatten(0, 1)
-        return rows.chunk(self._tp)[self._tp_rank].long()
+    def _here(self) -> list[_Follower]:
+        return [follower for followers in self._followers.values() for follower in followers]
 
 
-def _moe_layers(config: Any) -> list[int]:
-    """The numbers of the layers that have experts, from 0."""
-    every = config.moe_layer_freq
-    pattern = every if isinstance(every, list) else [number % every == 0 for number in range(config.num_layers)]
-    return [number for number, moe in enumerate(pattern) if moe]
+class _Follower:
+    """In the place of a router's `RouterReplay`, which it asks where there is no record to follow."""
+
+    def __init__(self, replay: Any, layer: int) -> None:
+        self.layer = layer
+        """Its number in the whole model, from 0."""
+        self.again: deque[Tensor] = deque()
+        """Records of the micro-batches for which it is computed again in the backward pass."""
+        self._replay = replay
+        self._record: Tensor | None = None
+        """Of the micro-batch that runs forward."""
+        self._graded = self._backward = False
+
+    def begin(self, record: Tensor | None, graded: bool) -> None:
+        self._record, self._graded, self._backward = record, graded, False
+
+    def end(self, graded: bool) -> None:
+        self._record, self._backward = None, graded
+
+    def clear(self) -> None:
+        self.again.clear()
+        self.end(False)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The scores of the experts that each token goes to, and their numbers.
+
+        :raises RuntimeError: the model is shown other tokens than the micro-batch has, or computes a layer again in
+            another way than megatron-core does.
+        """
+        record = self._record
+        if record is not None:
+            if self._graded and not torch.is_grad_enabled():  # so it will be computed again
+                self.again.append(record)
+        elif self._backward:
+            if not self.again:
+                raise RuntimeError(
+                    f"layer {self.layer} is computed again in the backward pass, but was not computed without gradient "
+                    "before: routing replay goes together with megatron-core's own recomputation "
+                    "(recompute_granularity), or another that computes without gradient first"
+                )
+            record = self.again.popleft()
+        else:
+            found: tuple[Tensor, Tensor] = self._replay.get_replay_topk(
+                scores, topk, num_groups, group_topk, default_compute_topk
+            )
+            return found
+        if len(record) != len(scores):
+            raise RuntimeError(
+                f"the router of layer {self.layer} is given {len(scores)} tokens, and the record has {len(record)}: "
+                "with routing replay `forward` has to show the model the tokens of the micro-batch, and no others"
+            )
+        chosen = record.to(scores.device, non_blocking=True).long()
+        return scores.gather(1, chosen), chosen
+
+
+def _followers(chunk: Any) -> list[_Follower]:
+    """Those of a chunk, put into its routers if they are not there."""
+    found = []
+    for module in unwrapped(chunk).modules():
+        if not hasattr(module, "router_replay"):
+            continue
+        if module.router_replay is None:
+            raise ConfigError(
+                "moe_enable_routing_replay is set, but was not when the model was built, so its routers do not ask: "
+                "set it in the TransformerConfig that the model is built from"
+            )
+        if not isinstance(module.router_replay, _Follower):
+            module.router_replay = _Follower(module.router_replay, module.layer_number - 1)
+        found.append(module.router_replay)
+    return found

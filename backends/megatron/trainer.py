@@ -50,7 +50,7 @@ from backends.megatron.losses import Aggregation, PolicyLoss
 from backends.megatron.objective import Objective, Terms
 from backends.megatron.packing import BatchError, MicroBatch, StepTotals, check_sample, pack, step_totals
 from backends.megatron.plan import ParallelLayout, check_sizes, plan_microbatches
-from backends.megatron.routing import RoutingReplay
+from backends.megatron.routing import Records, RoutingReplay
 from backends.megatron.shard import Shard, ShardStep
 from backends.megatron.stream import RankFailed
 from backends.megatron.threads import waited
@@ -229,7 +229,13 @@ class MegatronTrainer:
         )
         self._check_chunks()
         self._set_functions()
-        self._routing = RoutingReplay(self.model, config, tp=self.layout.tp, tp_rank=self._ranks.tp_rank)
+        self._routing = RoutingReplay(
+            self.model,
+            config,
+            tp=self.layout.tp,
+            tp_rank=self._ranks.tp_rank if self.layout.tp > 1 else 0,
+            pp_group=self._ranks.pp_group,
+        )
         self._inputs = frozenset(inspect.signature(unwrapped(self.model[0]).forward).parameters)
         self._device = device_of(self.model)
         self._vocabulary: int | None = getattr(unwrapped(self.model[0]), "vocab_size", None)
@@ -451,10 +457,14 @@ class MegatronTrainer:
             "padded": self.padded,
             "experts": self.config.num_moe_experts,
         }
-        return [
-            _Part(number, pack(samples, self.layout, step.totals, **options).to(self._device))
-            for number, samples in enumerate(step.micro_batches)
-        ]
+        parts = []
+        for number, samples in enumerate(step.micro_batches):
+            batch = pack(samples, self.layout, step.totals, **options)
+            records = self._routing.records(batch)
+            if records is not None:
+                batch = replace(batch, routed_experts=None)
+            parts.append(_Part(number, batch.to(self._device), records))
+        return parts
 
     def _step(self, parts: Sequence[_Part], totals: StepTotals) -> dict[str, float]:
         for chunk in self.model:
@@ -465,10 +475,12 @@ class MegatronTrainer:
 
         def step(data: Iterator[_Part], chunk: Any) -> tuple[Tensor, Any]:
             part = next(data)
-            return self._output(chunk, part.batch), partial(self._loss_or_none, part, scale)
+            return self._output(chunk, part), partial(self._loss_or_none, part, scale)
 
-        reported = self._run(step, self.model, parts)
-        self._routing.clear()
+        try:
+            reported = self._run(step, self.model, parts)
+        finally:
+            self._routing.clear()
         self._check_step()
         updated, grad_norm, _ = self.optimizer.step()
         if updated and self.scheduler is not None:
@@ -497,9 +509,9 @@ class MegatronTrainer:
         )
         return reported
 
-    def _output(self, chunk: Any, batch: MicroBatch) -> Tensor:
-        with self._routing.replayed(chunk, batch):
-            return self.forward(chunk, batch)
+    def _output(self, chunk: Any, part: _Part) -> Tensor:
+        with self._routing.replayed(chunk, part.records):
+            return self.forward(chunk, part.batch)
 
     def _loss_or_none(self, part: _Part, scale: float, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with self._kept():
@@ -559,7 +571,7 @@ class MegatronTrainer:
                 with self._kept():
                     found[part.number], _ = self._predicted(part.batch, logits)
 
-            return self._output(chunk, part.batch), keep
+            return self._output(chunk, part), keep
 
         modes = [chunk.training for chunk in chunks]
         with torch.no_grad():
@@ -667,8 +679,13 @@ class MegatronTrainer:
         if low < 0 or (self._vocabulary is not None and high >= self._vocabulary):
             wrong = int(low if low < 0 else high)
             raise BatchError(f"{name}: token id {wrong} is not in the model's vocabulary of {self._vocabulary}")
-        if self._routing.on and sample.rollout_routed_experts is not None:
-            self._routing.check(sample)
+        if sample.rollout_routed_experts is not None:
+            if not self.config.num_moe_experts:
+                raise BatchError(
+                    f"{name}: it has rollout_routed_experts, and the model has no experts: drop the column"
+                )
+            if self._routing.on:
+                self._routing.check(sample)
         if self.forward is forward:
             self._check_inputs(sample)
 
@@ -710,6 +727,8 @@ class _Part:
 
     number: int
     batch: MicroBatch
+    records: Records | None = None
+    """Where the trainer replays them; then `batch` has no `routed_experts`."""
     old: Tensor | None = None
     reference: Tensor | None = None
 
