@@ -34,7 +34,7 @@ from backends.megatron import deep_ep
 from backends.megatron.config import ConfigError
 from backends.megatron.losses import Aggregation
 from backends.megatron.objective import Objective, Terms
-from backends.megatron.packing import BatchError, MicroBatch
+from backends.megatron.packing import BatchError, MicroBatch, pack
 from backends.megatron.plan import SampleTooLong, TooFewSamples, transformer_flops
 from backends.megatron.stateless_adam import use_stateless_adam
 from backends.megatron.stream import RankFailed
@@ -748,6 +748,30 @@ def the_scheduler_counts_executions() -> None:
         assert result.weight_version == "42"
 
 
+def the_next_step_is_packed_meanwhile() -> None:
+    """In its loss each step waits until the micro-batch of the one after it is there."""
+    condition, packed, steps = threading.Condition(), [0], [0]
+
+    def noted(*args: Any, **options: Any) -> MicroBatch:
+        found = pack(*args, **options)
+        with condition:
+            packed[0] += 1
+            condition.notify_all()
+        return found
+
+    def waits(terms: Terms) -> Tensor:
+        steps[0] += 1
+        with condition:
+            assert condition.wait_for(lambda: packed[0] >= min(steps[0] + 1, 3), 120)
+        return -terms.log_probs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("backends.megatron.trainer.pack", noted)
+        with running(LAYOUTS["one"], Case(waits, ppo, "token"), global_batch_size=3, max_tokens_per_gpu=1000) as run:
+            assert run.train(batch_of(samples())).metrics["steps"] == 3
+    assert (packed, steps) == ([3], [3])
+
+
 def a_forward_and_a_reference_of_ones_own() -> None:
     """The model is given more than `forward` gives it, and the reference is no model."""
     shapes = []
@@ -1065,6 +1089,7 @@ def cases(world: int) -> Iterator[tuple[str, Layout, Callable[[], None]]]:
         calls_run_in_the_order_in_which_they_were_made,
         plain_sequences_and_other_numbers,
         the_scheduler_counts_executions,
+        the_next_step_is_packed_meanwhile,
         a_forward_and_a_reference_of_ones_own,
         records_are_kept_for_layers_that_are_computed_again,
         what_the_model_does_to_records,

@@ -243,7 +243,10 @@ class MegatronTrainer:
         self._error: Exception | None = None
         """Of this rank, while the others still count on it."""
         self._closed = False
-        self._thread = ThreadPoolExecutor(1, "megatron", self._enter_thread, (torch.get_num_threads(),))
+        self._thread, self._packing = (
+            ThreadPoolExecutor(1, name, self._enter_thread, (torch.get_num_threads(),))
+            for name in ("megatron", "packing")
+        )
         self.guard = guard_deep_ep()
         if eager_deep_ep:
             try:
@@ -328,16 +331,18 @@ class MegatronTrainer:
         return self._ranks.dp_rank
 
     def close(self) -> None:
-        """Let the trainer's thread go, once it is done, and give the guard of DeepEP's buffers back. It waits for a
+        """Let the trainer's threads go, once they are done, and give the guard of DeepEP's buffers back. It waits for a
         batch that is being trained. A second time does nothing."""
         self._closed = True
         self._thread.shutdown()
+        self._packing.shutdown()
         self.guard.unguard()
 
     # In the trainer's thread
 
     def _enter_thread(self, threads: int) -> None:
-        """One thread for all that this trainer does, as long as it lives. What belongs to a thread:
+        """One thread for all that this trainer does, as long as it lives; beside it one packs the step after, which
+        takes no part in collectives. What belongs to a thread:
 
         - the current CUDA device, which is 0 in a new one;
         - torch_memory_saver's "interesting region": a region that another thread entered does not reach here, with
@@ -376,8 +381,7 @@ class MegatronTrainer:
         if self._recompute:
             old = [self._without_gradient(self.model, self._parts(step)) for step in shard.steps[1:]]
         found: list[dict[str, float]] = []
-        for number, step in enumerate(shard.steps):
-            parts = self._parts(step)
+        for number, (step, parts) in enumerate(zip(shard.steps, self._packed(shard.steps), strict=True)):
             if number and self._recompute:
                 parts = [replace(part, old=value) for part, value in zip(parts, old[number - 1], strict=True)]
             if callable(self.reference):
@@ -450,6 +454,14 @@ class MegatronTrainer:
         raise RankFailed(f"rank {rank} failed: {words[rank]}")
 
     # A step
+
+    def _packed(self, steps: Sequence[ShardStep]) -> Iterator[list[_Part]]:
+        """The micro-batches of each step. While one step runs, those of the next are packed and go to the device."""
+        coming = self._packing.submit(self._parts, steps[0])
+        for step in steps[1:]:
+            parts, coming = coming.result(), self._packing.submit(self._parts, step)
+            yield parts
+        yield coming.result()
 
     def _parts(self, step: ShardStep) -> list[_Part]:
         options: dict[str, Any] = {
