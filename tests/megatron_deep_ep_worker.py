@@ -1,5 +1,5 @@
-"""What `test_deep_ep.py` runs on two ranks: `MegatronTrainer` over real megatron-core, whose tokens go through the fake
-DeepEP, under torch_memory_saver's real hook, in a region that is on from the start.
+"""What `test_deep_ep.py` runs on two and on four ranks: `MegatronTrainer` over real megatron-core, whose tokens go
+through the fake DeepEP, under torch_memory_saver's real hook, in a region that is on from the start.
 """
 
 from __future__ import annotations
@@ -175,17 +175,30 @@ def one_rank_cannot(folder: Path) -> None:
         assert guard._patch is None
 
 
+def a_stage_without_experts(folder: Path) -> None:
+    """Of a pipeline: its ranks build none, and wait for nobody."""
+    sparse = {**DEEPEP.config, "moe": (False, False, True, True)}
+    layout = Layout(4, DEEPEP.sizes | {"pipeline_model_parallel_size": 2}, sparse)
+    with fresh(layout) as fused, ExitStack() as stack:
+        run, taken = started(layout, stack)
+        last = core("parallel_state", "is_pipeline_last_stage")()
+        assert taken == Counts(tracked=0, plain=2 if last else 0, windows=0)
+        assert (fused._buffer is not None) is last
+        assert taken_by(lambda: train(run)).plain == 0
+
+
 CASES = {
-    case.__name__: case
-    for case in (
+    2: (
         it_is_built_with_the_trainer,
         it_is_the_one_of_the_first_dispatch,
         a_hybrid_one_never_grows,
         ranks_with_different_tokens,
         where_there_is_none_to_build,
         one_rank_cannot,
-    )
+    ),
+    4: (a_stage_without_experts,),
 }
+"""By the number of ranks."""
 
 
 def main() -> None:
@@ -194,7 +207,7 @@ def main() -> None:
     take_the_cpu_for_a_gpu()
     let_experts_run()
     dist.init_process_group("gloo")
-    run_cases(CASES, sys.argv[1:])
+    run_cases({case.__name__: case for case in CASES[dist.get_world_size()]}, sys.argv[1:])
     dist.destroy_process_group()
 
 

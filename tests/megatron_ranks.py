@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,16 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parent.parent
 
 
 def run_on_ranks(count: int, module: str, *arguments: object, **environment: str) -> str:
     """What they printed. They have to end before pytest would end the whole process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", module, *map(str, arguments)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *map(str, arguments)]
     # Into a file: torch's manager of shared memory outlives the ranks, and would hold a pipe open.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from tests.ports import free_port
 
 PYTHON = os.environ.get("ROLLOUTBUS_SGLANG_PYTHON")
 STUBS = Path(__file__).parent / "sglang_cpu"
@@ -53,9 +54,7 @@ class Server:
 
     def __init__(self, model: Path, *arguments: str) -> None:
         assert PYTHON is not None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = model.parent / f"server-{port}.log"
         command = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from backends.sglang import RequestRefused, SGLangEngine
 from eventbus import Sample, SampleStatus
 from middleware import Generate, Tokenize
 from tests import sglang_real, sglang_servers
+from tests.ports import free_port
 from tests.sglang_fake import FakeWorker
 from tests.sglang_real import asked, until_decoding, until_running
 from tests.sglang_servers import Server
@@ -177,9 +177,7 @@ async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, re
     await engine.update_weights_from_disk(str(real_models[1]), "disk")
     wanted = await engine.generate(sample_of(), GREEDY)
     await engine.update_weights_from_disk(str(real_models[0]), "default")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with safe_open(real_models[1] / "model.safetensors", "pt") as tensors:
         names = sorted(tensors.keys())
         shapes = [tensors.get_slice(name).get_shape() for name in names]

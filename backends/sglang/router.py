@@ -21,7 +21,9 @@ import re
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from ipaddress import ip_address
+from random import SystemRandom
 from ssl import SSLContext
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar, get_args
@@ -170,7 +172,7 @@ class SGLangRouter:
             raise ValueError(f"SGLangRouter: the worker {twice[0]} is named twice")
         self._host = host
         self._attached = url is not None
-        self._port = port or (_bind(host, 0) if url is None else 0)
+        self._port = port or (_free_port(host) if url is None else 0)
         self.url = _url_of(host, self._port) if url is None else address(url)
         """Where it is asked; a router that is started answers there once it is open."""
         self._python = python
@@ -448,6 +450,15 @@ def _changed(function: Callable[..., Any], arguments: Mapping[str, Any]) -> set[
 def _url_of(host: str, port: int) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _free_port(host: str) -> int:
+    """Below those that connections get by themselves (on Linux from 32,768), since one of them may have taken it by the
+    time that the router listens there."""
+    for port in SystemRandom().sample(range(20_000, 32_768), 100):
+        with suppress(OSError):
+            return _bind(host, port)
+    return _bind(host, 0)
 
 
 def _bind(host: str, port: int) -> int:
