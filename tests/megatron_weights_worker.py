@@ -12,10 +12,11 @@ import json
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -51,6 +52,7 @@ class Model:
         bias: bool = False,
         vocabulary: int = PADDED_VOCABULARY,
         hidden: int = HEADS * SIZE,
+        mixture: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         mpu = core("parallel_state", "__dict__")
         mpu["destroy_model_parallel"]()
@@ -68,6 +70,7 @@ class Model:
             "moe_ffn_hidden_size": 24,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
+            **mixture,
         }
         self.config = core("transformer", "TransformerConfig")(
             num_layers=layers,

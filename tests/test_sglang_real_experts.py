@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from backends.sglang import SGLangEngine, SGLangRouter
 from eventbus import Sample, SampleStatus, Tokens
 from middleware import Generate
 from tests import sglang_real, sglang_servers
+from tests.megatron_ranks import run_on_ranks
 
-pytestmark = [pytest.mark.asyncio, *sglang_real.MARKS]
+pytestmark = sglang_real.MARKS
 
 LAYERS, TOP_K = 3, 2
 PROMPT = [5, 6, 7, 8]
@@ -47,6 +50,7 @@ def routed(model: Path, tokens: list[int]) -> Any:
     return torch.stack([layer.topk(TOP_K).indices.sort().values for layer in logits], dim=1).numpy()
 
 
+@pytest.mark.asyncio
 async def test_routed_experts_are_those_of_the_model(url: str, model: Path) -> None:
     sample = sample_of(0)
     await Generate(SGLangEngine(url, routed_experts=(LAYERS, TOP_K)), SAMPLING)(sample)
@@ -57,6 +61,20 @@ async def test_routed_experts_are_those_of_the_model(url: str, model: Path) -> N
     assert (experts == routed(model, sample.tokens.tolist()[:-1])).all()
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install 'rolloutbus[megatron]'"
+)
+def test_a_megatron_model_follows_them(url: str, model: Path, tmp_path: Path) -> None:
+    """What the server records is what the trainer's routers take: by layer and by token."""
+    run_on_ranks(2, "tests.megatron_follows_sglang", url, model, tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    followed, *elsewhere = found.values()
+    assert followed < 1e-8  # of float32, so log-probs differ by 0.0003 at most
+    assert len(elsewhere) == LAYERS - 1
+    assert min(elsewhere) > 1e-4
+
+
+@pytest.mark.asyncio
 async def test_routed_experts_of_a_partial_sample_are_those_of_all_its_tokens(url: str, model: Path) -> None:
     engine = SGLangEngine(url, routed_experts=(LAYERS, TOP_K))
     sample = sample_of(0)
@@ -68,6 +86,7 @@ async def test_routed_experts_of_a_partial_sample_are_those_of_all_its_tokens(ur
     assert (experts == routed(model, sample.tokens.tolist()[:-1])).all()
 
 
+@pytest.mark.asyncio
 async def test_behind_the_router_they_go_around_it(url: str, caplog: pytest.LogCaptureFixture) -> None:
     assert sglang_servers.PYTHON is not None
     router = SGLangRouter(workers=[url], python=sglang_servers.PYTHON)
@@ -79,6 +98,7 @@ async def test_behind_the_router_they_go_around_it(url: str, caplog: pytest.LogC
     assert [message for message in caplog.messages if "drops return_routed_experts" in message] != []
 
 
+@pytest.mark.asyncio
 async def test_a_seed_gives_the_same_tokens_again_and_siblings_differ(url: str) -> None:
     async with SGLangEngine(url) as engine:
         first, sibling, again = [(await engine.generate(sample_of(index), SAMPLING)).tokens for index in (0, 1, 0)]
