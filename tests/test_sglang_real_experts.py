@@ -69,7 +69,7 @@ def test_a_megatron_model_follows_them(url: str, model: Path, tmp_path: Path) ->
     run_on_ranks(2, "tests.megatron_follows_sglang", url, model, tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     followed, *elsewhere = found.values()
-    assert followed < 1e-8  # of float32, so log-probs differ by 0.0003 at most
+    assert abs(followed) < 1e-7  # which float32 hardly tells from 0
     assert len(elsewhere) == LAYERS - 1
     assert min(elsewhere) > 1e-4
 
