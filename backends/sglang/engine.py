@@ -16,10 +16,11 @@ from typing import Any, Self
 from uuid import uuid4
 
 import anyio
+import msgspec
 from anyio import current_time
 
 from backends.sglang.attempts import Attempts
-from backends.sglang.client import Access, AttemptFailed, Client, RequestRefused, address
+from backends.sglang.client import Access, Client, address
 from backends.sglang.fleet import MEMORY_SECONDS, STEP_SECONDS, Fleet, together
 from backends.sglang.inprocess import ADDRESS, InProcess
 from backends.sglang.model import Model
@@ -99,8 +100,7 @@ class SGLangEngine:
         urls = urls if url is None else [url]
         if attempts < 1:
             raise ValueError(f"SGLangEngine: attempts is {attempts}, it must be at least 1")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"SGLangEngine: timeout is {timeout}, it must be more than 0 seconds, or None")
+        above_zero("SGLangEngine", timeout)
         if not backoff > 0:
             raise ValueError(f"SGLangEngine: backoff is {backoff}, it must be more than 0 seconds")
         if vocabulary is not None and vocabulary < 1:
@@ -340,21 +340,14 @@ class SGLangEngine:
             "group_name": group_name,
             "backend": backend,
         }
-        replies: dict[str, bytes] = {}
-        errors: dict[str, RequestRefused | AttemptFailed] = {}
-
-        async def join(place: int, url: str) -> None:
-            own = body | {"rank_offset": rank_offset + place * ranks_per_worker}
-            answered, failed = await self._fleet.ask_all("/init_weights_update_group", own, [url], timeout)
-            replies.update(answered)
-            errors.update(failed)
-
         async with self:
-            async with anyio.create_task_group() as tasks:
-                for place, url in enumerate(await self._fleet.present()):
-                    tasks.start_soon(join, place, url)
-            if errors or not replies:
-                raise together(errors)
+            bodies = {
+                url: msgspec.json.encode(body | {"rank_offset": rank_offset + place * ranks_per_worker})
+                for place, url in enumerate(await self._fleet.present())
+            }
+            replies, errors = await self._fleet.ask_each("/init_weights_update_group", bodies, timeout)
+        if errors or not replies:
+            raise together(errors)
 
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
         """:raises RequestRefused: a worker has no such group.

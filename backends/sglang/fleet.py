@@ -224,6 +224,12 @@ class Fleet:
 
         :param seconds: for each to answer; None: as long as it takes.
         """
+        return await self.ask_each(path, dict.fromkeys(urls, msgspec.json.encode(body)), seconds)
+
+    async def ask_each(
+        self, path: str, bodies: Mapping[str, bytes], seconds: float | None
+    ) -> tuple[dict[str, bytes], dict[str, RequestRefused | AttemptFailed]]:
+        """As `ask_all`, with a body in JSON for each worker."""
         replies: dict[str, bytes] = {}
         errors: dict[str, RequestRefused | AttemptFailed] = {}
 
@@ -233,9 +239,8 @@ class Fleet:
             except (RequestRefused, AttemptFailed) as error:
                 errors[url] = error
 
-        data = msgspec.json.encode(body)
         async with self, anyio.create_task_group() as tasks:
-            for url in urls:
+            for url, data in bodies.items():
                 tasks.start_soon(ask, url, data)
         return replies, errors
 
