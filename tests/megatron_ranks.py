@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.ports import free_port
+from backends.sglang.router import free_port
 
 ROOT = Path(__file__).parent.parent
 
 
 def run_on_ranks(count: int, module: str, *arguments: object, **environment: str) -> str:
     """What they printed. They have to end before pytest would end the whole process."""
+    host = "127.0.0.1"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", module, *map(str, arguments)]
+    command += ["--master-addr", host, "--master-port", str(free_port(host)), "-m", module, *map(str, arguments)]
     # Into a file: torch's manager of shared memory outlives the ranks, and would hold a pipe open.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.ports import free_port
+from backends.sglang.router import free_port
 
 PYTHON = os.environ.get("ROLLOUTBUS_SGLANG_PYTHON")
 STUBS = Path(__file__).parent / "sglang_cpu"
@@ -54,7 +54,7 @@ class Server:
 
     def __init__(self, model: Path, *arguments: str) -> None:
         assert PYTHON is not None
-        port = free_port()
+        port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         self._log = model.parent / f"server-{port}.log"
         command = [

@@ -16,10 +16,10 @@ import pytest_asyncio
 from safetensors import safe_open
 
 from backends.sglang import RequestRefused, SGLangEngine
+from backends.sglang.router import free_port
 from eventbus import Sample, SampleStatus
 from middleware import Generate, Tokenize
 from tests import sglang_real, sglang_servers
-from tests.ports import free_port
 from tests.sglang_fake import FakeWorker
 from tests.sglang_real import asked, until_decoding, until_running
 from tests.sglang_servers import Server
@@ -177,7 +177,7 @@ async def test_weights_come_from_a_trainer_by_broadcast(engine: SGLangEngine, re
     await engine.update_weights_from_disk(str(real_models[1]), "disk")
     wanted = await engine.generate(sample_of(), GREEDY)
     await engine.update_weights_from_disk(str(real_models[0]), "default")
-    port = free_port()
+    port = free_port("127.0.0.1")
     with safe_open(real_models[1] / "model.safetensors", "pt") as tensors:
         names = sorted(tensors.keys())
         shapes = [tensors.get_slice(name).get_shape() for name in names]

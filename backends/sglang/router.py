@@ -38,7 +38,7 @@ from eventbus.imports import optional_dependency
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["CircuitBreaker", "RouterError", "SGLangRouter", "lost_by_router"]
+__all__ = ["CircuitBreaker", "RouterError", "SGLangRouter", "free_port", "lost_by_router"]
 
 Policy: TypeAlias = Literal["cache_aware", "round_robin", "random", "power_of_two", "manual", "consistent_hashing"]
 LogLevel: TypeAlias = Literal["debug", "info", "warn", "error"]
@@ -172,7 +172,7 @@ class SGLangRouter:
             raise ValueError(f"SGLangRouter: the worker {twice[0]} is named twice")
         self._host = host
         self._attached = url is not None
-        self._port = port or (_free_port(host) if url is None else 0)
+        self._port = port or (free_port(host) if url is None else 0)
         self.url = _url_of(host, self._port) if url is None else address(url)
         """Where it is asked; a router that is started answers there once it is open."""
         self._python = python
@@ -452,7 +452,7 @@ def _url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """Below those that connections get by themselves (on Linux from 32,768), since one of them may have taken it by the
     time that the router listens there."""
     for port in SystemRandom().sample(range(20_000, 32_768), 100):
