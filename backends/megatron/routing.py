@@ -103,15 +103,17 @@ class RoutingReplay:
         """While `chunk` runs forward over their micro-batch. What is computed again in the backward pass follows the
         same records: the micro-batches of a chunk come in the same order there.
         """
-        followers = [] if records is None else self._followers.get(chunk, [])
-        graded = torch.is_grad_enabled()
+        if records is None:
+            yield
+            return
+        followers = self._followers.get(chunk, [])
         for follower in followers:
-            follower.begin(records[follower.layer] if records else None, graded)
+            follower.begin(records[follower.layer])
         try:
             yield
         finally:
             for follower in followers:
-                follower.end(graded)
+                follower.end()
 
     def clear(self) -> None:
         """After a step: let the records go."""
@@ -134,16 +136,17 @@ class _Follower:
         self._record: Tensor | None = None
         """Of the micro-batch that runs forward."""
         self._graded = self._backward = False
+        """Whether it runs, or ran, in a step; whether what is asked now belongs to the backward pass."""
 
-    def begin(self, record: Tensor | None, graded: bool) -> None:
-        self._record, self._graded, self._backward = record, graded, False
+    def begin(self, record: Tensor) -> None:
+        self._record, self._graded, self._backward = record, torch.is_grad_enabled(), False
 
-    def end(self, graded: bool) -> None:
-        self._record, self._backward = None, graded
+    def end(self) -> None:
+        self._record, self._backward = None, self._graded
 
     def clear(self) -> None:
         self.again.clear()
-        self.end(False)
+        self._backward = False
 
     def get_replay_topk(
         self,

@@ -692,22 +692,25 @@ class MegatronTrainer:
             wrong = int(low if low < 0 else high)
             raise BatchError(f"{name}: token id {wrong} is not in the model's vocabulary of {self._vocabulary}")
         if sample.rollout_routed_experts is not None:
-            if not self.config.num_moe_experts:
-                raise BatchError(
-                    f"{name}: it has rollout_routed_experts, and the model has no experts: drop the column"
-                )
-            if self._routing.on:
-                self._routing.check(sample)
+            self._check_record(sample)
         if self.forward is forward:
             self._check_inputs(sample)
 
-    def _check_inputs(self, sample: Sample) -> None:
-        """What `forward` does with a sample."""
-        if sample.rollout_routed_experts is not None and not self._routing.on:
+    def _check_record(self, sample: Sample) -> None:
+        """Where a sample's tokens go, if the model has experts."""
+        has = f"sample {sample.index}: it has rollout_routed_experts, and"
+        if self._routing.on:
+            self._routing.check(sample)
+        elif not self.config.num_moe_experts:
+            raise BatchError(f"{has} the model has no experts: drop the column")
+        elif self.forward is forward:  # another may replay them itself
             raise BatchError(
-                f"sample {sample.index}: it has rollout_routed_experts, and the routers would choose experts of their "
-                "own: build the model with moe_enable_routing_replay=True, or drop the column"
+                f"{has} the routers would choose experts of their own: build the model with "
+                "moe_enable_routing_replay=True, or drop the column"
             )
+
+    def _check_inputs(self, sample: Sample) -> None:
+        """What `forward` gives the model of a sample by name."""
         inputs = sample.multimodal_train_inputs
         if inputs and (unknown := sorted(set(inputs) - (self._inputs - _OWN_INPUTS))):
             model = type(unwrapped(self.model[0])).__name__
